@@ -1,0 +1,285 @@
+"""The subspaces that a model's attention heads read and write, extracted once for all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from transformer_lens.tools.analysis._arguments import (
+    Rank,
+    require_choice,
+    require_integer,
+    require_tolerance,
+)
+from transformer_lens.tools.analysis._head_weights import (
+    HEAD_KINDS,
+    ROLES,
+    AttentionRole,
+    HeadKind,
+    RoleWeights,
+    architecture_name,
+    home_device,
+    read_head_weights,
+)
+from transformer_lens.tools.analysis._linalg import (
+    clamped,
+    compute_dtype,
+    default_rtol,
+    exact_arithmetic,
+    max_abs,
+    numerical_ranks,
+    thin_qr,
+    thin_svd,
+    unit_scaled,
+)
+from transformer_lens.tools.analysis._pairwise_overlap import pairwise_overlap
+
+#: Bound of the temporaries that factoring a chunk of heads takes; a chunk has one head at least.
+_CHUNK_BYTES = 32 * 1024**2
+
+#: How many tensors of a chunk's size the factorisation holds at once.
+_COPIES_PER_CHUNK = 4
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RoleSubspaces:
+    """The subspaces of one role, one per head.
+
+    Attributes:
+        role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
+        layer_indices: Block numbers of the layer axes.
+        bases: Orthonormal bases. A head that retains fewer directions than the widest one ends in
+            zero columns.
+        ranks: Measured ranks (int64), before truncation by ``rank``.
+    """
+
+    role: AttentionRole
+    layer_indices: tuple[int, ...]
+    bases: Float[torch.Tensor, "layer head d_model rank"]
+    ranks: Int[torch.Tensor, "layer head"]
+
+    @property
+    def kind(self) -> HeadKind:
+        """Whether the head axis counts query heads or key-value heads."""
+        return HEAD_KINDS[self.role]
+
+    @property
+    def heads(self) -> int:
+        """Heads per layer."""
+        return self.ranks.shape[1]
+
+    @property
+    def retained_ranks(self) -> Int[torch.Tensor, "layer head"]:
+        """Number of basis vectors of each head that are not padding."""
+        return self.ranks.clamp(max=self.bases.shape[-1])
+
+    @property
+    def frames(self) -> Float[torch.Tensor, "layer_head d_model rank"]:
+        """The bases with layers and heads in one axis, as the engine takes them."""
+        return self.bases.flatten(0, 1)
+
+    def __repr__(self) -> str:
+        layers, heads, d_model, rank = self.bases.shape
+        return (
+            f"RoleSubspaces({self.role} of {layers}x{heads} {self.kind} heads, "
+            f"rank {rank} in {d_model} dimensions)"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadSubspaces:
+    """The subspaces of a model's heads, by role: ``subspaces["O"].bases``.
+
+    Attributes:
+        by_role: The extracted roles.
+        rank: The ``rank`` that was asked for.
+        rtol: The relative singular-value threshold that was applied.
+    """
+
+    by_role: Mapping[AttentionRole, RoleSubspaces]
+    rank: Rank
+    rtol: float
+
+    def __getitem__(self, role: AttentionRole) -> RoleSubspaces:
+        require_choice(role, ROLES, "role")
+        if role not in self.by_role:
+            raise ValueError(
+                f"role {role} was not extracted, only {list(self.by_role)}; ask for it with "
+                f"attention_head_subspaces(model, roles=...)"
+            )
+        return self.by_role[role]
+
+    def overlap(
+        self,
+        source_role: AttentionRole,
+        target_role: AttentionRole,
+        *,
+        keep: Bool[torch.Tensor, "source_layer source_head target_layer target_head"] | None = None,
+        progress: bool | None = None,
+    ) -> Float[torch.Tensor, "source_layer source_head target_layer target_head"]:
+        """Projection Kernels of any two roles, sensible as a composition or not.
+
+        Args:
+            source_role: Role of the first two axes.
+            target_role: Role of the last two axes.
+            keep: Pairs that are wanted; the others are 0 and cost little. Default: all, a head's
+                overlap with itself included.
+            progress: ``True`` for a progress bar, ``False`` for none, ``None`` for one that appears
+                when the work takes more than a few seconds.
+
+        Returns:
+            Scores between 0 and the smaller of the two ranks, in the bases' dtype and on their
+            device.
+
+        Raises:
+            ValueError: If a role was not extracted.
+
+        Example:
+            >>> subspaces = attention_head_subspaces(model)
+            >>> subspaces.overlap("Q", "K").shape
+            torch.Size([3, 2, 3, 2])
+        """
+        source, target = self[source_role], self[target_role]
+        same = source_role == target_role
+        shape = source.ranks.shape + target.ranks.shape
+        with exact_arithmetic(source.bases.device):
+            scores = pairwise_overlap(
+                source.frames,
+                None if same else target.frames,
+                keep=None if keep is None else keep.reshape(source.ranks.numel(), -1),
+                progress=progress,
+            )
+        bound = min(source.bases.shape[-1], target.bases.shape[-1])
+        return clamped(scores, bound, "Projection Kernel").reshape(shape)
+
+    def __repr__(self) -> str:
+        return f"HeadSubspaces({', '.join(map(repr, self.by_role.values()))})"
+
+
+def attention_head_subspaces(
+    model: Any,
+    roles: Sequence[AttentionRole] = ROLES,
+    *,
+    rank: Rank = None,
+    rtol: float | None = None,
+) -> HeadSubspaces:
+    """Orthonormal bases of what every attention head reads and writes.
+
+    Args:
+        model: A ``TransformerBridge``. It is not changed.
+        roles: Which of ``"Q"``, ``"K"``, ``"V"``, ``"O"`` to extract.
+        rank: ``None``: every head must have full column rank. A number: keep that many leading
+            singular directions of every head. ``"measured"``: every head keeps as many as it has,
+            down to none for a pruned head.
+        rtol: Singular values up to ``rtol`` times the head's largest count as zero. Default:
+            ``max(d_model, d_head) * eps`` of the dtype computed in.
+
+    Returns:
+        Bases ``[layer, head, d_model, rank]``, measured ranks, layer numbers and head kinds. They
+        are in float64 if any of the weights is, else in float32, and on the model's device. Q and O
+        have an entry per query head, K and V one per key-value head. A basis spans the head's
+        column space; its vectors are singular directions only where ``rank`` truncates.
+
+    Raises:
+        ArgumentTypeError, ValueError: If an argument is out of range, if the model has no attention
+            layers, or if a head has non-finite weights or a smaller rank than asked for. The
+            message names role, layer and head.
+        NotImplementedError: If the weights cannot be read per head, or if the model has two
+            residual streams (encoder-decoder).
+
+    Example:
+        >>> subspaces = attention_head_subspaces(model, roles=("O", "K"))
+        >>> subspaces["K"].bases.shape, subspaces["K"].kind
+        (torch.Size([3, 2, 8, 4]), 'kv')
+    """
+    roles = tuple(dict.fromkeys(roles))
+    if not roles:
+        raise ValueError(f"roles must name at least one of {list(ROLES)}")
+    for role in roles:
+        require_choice(role, ROLES, "role")
+    weights = read_head_weights(model, roles)
+    architecture = architecture_name(model)
+
+    sizes = [role_weights.shape for role_weights in weights.values()]
+    if rank != "measured" and rank is not None:
+        rank = require_integer(rank, "rank", maximum=min(min(size[1:]) for size in sizes))
+    dtype = torch.float32
+    for role_weights in weights.values():
+        for matrix in role_weights.matrices:
+            dtype = torch.promote_types(dtype, compute_dtype(matrix.dtype))
+    threshold = (
+        default_rtol([max(size[1:]) for size in sizes], dtype)
+        if rtol is None
+        else require_tolerance(rtol, "rtol")
+    )
+
+    device = home_device(model, weights)
+    with exact_arithmetic(device):
+        by_role = {
+            role: _extract(weights[role], rank, threshold, dtype, device, architecture)
+            for role in roles
+        }
+    return HeadSubspaces(by_role=MappingProxyType(by_role), rank=rank, rtol=threshold)
+
+
+def _extract(
+    weights: RoleWeights,
+    rank: Rank,
+    rtol: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    architecture: str,
+) -> RoleSubspaces:
+    heads, d_model, d_head = weights.shape
+    layers = len(weights.matrices)
+    width = rank if isinstance(rank, int) else min(d_model, d_head)
+    bases = torch.empty(layers, heads, d_model, width, dtype=dtype, device=device)
+    ranks = torch.empty(layers, heads, dtype=torch.int64, device=device)
+    bytes_per_head = _COPIES_PER_CHUNK * d_model * d_head * bases.element_size()
+    chunk = max(1, _CHUNK_BYTES // bytes_per_head)
+    for position, (layer, matrix) in enumerate(
+        zip(weights.layer_indices, weights.matrices, strict=True)
+    ):
+        for start in range(0, heads, chunk):
+            some = slice(start, start + chunk)
+            stack = matrix[some].to(device=device, dtype=dtype)
+            for head, finite in enumerate(max_abs(stack).isfinite().tolist(), start):
+                if not finite:
+                    raise ValueError(
+                        f"{architecture}, role {weights.role}, layer {layer}, head {head}: the "
+                        "weight must contain only finite values"
+                    )
+            bases[position, some], ranks[position, some] = _frames(stack, rank, width, rtol)
+            for head, measured in enumerate(ranks[position, some].tolist(), start):
+                needed = d_head if rank is None else 0 if rank == "measured" else rank
+                if measured < needed:
+                    raise ValueError(
+                        f"{architecture}, role {weights.role}, layer {layer}, head {head}: "
+                        f"measured rank {measured} is below {needed}, the rank asked for "
+                        f"(rank={rank!r}, rtol={rtol:.3g}). Pass rank='measured' to let every head "
+                        "keep its own rank"
+                    )
+    return RoleSubspaces(weights.role, weights.layer_indices, bases, ranks)
+
+
+def _frames(
+    stack: torch.Tensor, rank: Rank, width: int, rtol: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orthonormal bases ``[head, d_model, width]`` and measured ranks ``[head]`` of the heads."""
+    scaled, _ = unit_scaled(stack)
+    orthonormal, triangular = thin_qr(scaled)
+    ranks = numerical_ranks(triangular, rtol)
+    # The columns of Q span the right space unless directions are to be dropped; only then is the
+    # SVD of R needed to tell which.
+    dropping = ranks < width if width == orthonormal.shape[-1] else torch.ones_like(ranks).bool()
+    if not bool(dropping.any()):
+        return orthonormal, ranks
+    left, _ = thin_svd(triangular[dropping])
+    kept = torch.arange(width, device=stack.device) < ranks[dropping, None, None]
+    frames = orthonormal[..., :width].clone()
+    frames[dropping] = orthonormal[dropping] @ left[..., :width] * kept
+    return frames, ranks

@@ -1,0 +1,225 @@
+"""Projection Kernel: which subspaces overlap, and which attention heads talk to which.
+
+The Projection Kernel (PK) of two subspaces with orthonormal bases ``U`` and ``V`` is
+``‖Uᵀ V‖²_F``, the sum of the squared cosines of their principal angles: 0 for orthogonal subspaces,
+the smaller rank when one contains the other, and the same for every choice of bases. Between what
+one attention head writes to the residual stream (W_O) and what another reads from it (W_Q, W_K,
+W_V) it measures from weights alone whether the two share directions. Magnitudes play no role, as
+they do in composition scores. Yamagiwa, Takase and Shimodaira, arXiv 2601.10266.
+
+From one pair of matrices up:
+
+- :func:`orthonormal_subspace`, :func:`projection_kernel`, :func:`random_projection_kernel_moments`
+  need no model.
+- :func:`attention_head_subspaces` extracts the subspaces of all heads of a model once.
+- :func:`attention_head_subspace_affinity` scores all pairs of heads of two roles,
+  :func:`attention_head_affinities` several pairings from one extraction.
+
+What it does not show: that information flows. Overlap says that a head can read what another
+writes, not that it does so on any input, nor through which token positions; layer norms and the
+MLPs between the two are left out. Weights are taken as the model holds them. A bridge from
+``boot_transformers`` holds the checkpoint's; after ``enable_compatibility_mode()`` norms are folded
+in and scores differ a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from transformer_lens.tools.analysis._arguments import (
+    ArgumentTypeError,
+    Rank,
+)
+from transformer_lens.tools.analysis._head_affinity_result import (
+    AttentionHeadRef,
+    HeadAffinityPair,
+    HeadAffinityResult,
+    LayerOrder,
+)
+from transformer_lens.tools.analysis._head_subspaces import (
+    HeadSubspaces,
+    RoleSubspaces,
+    attention_head_subspaces,
+)
+from transformer_lens.tools.analysis._head_weights import AttentionRole, HeadKind
+from transformer_lens.tools.analysis._pairings import pair_mask, resolve_layer_order
+from transformer_lens.tools.analysis._subspace import (
+    ProjectionKernelResult,
+    RandomSubspaceReference,
+    SubspaceBasis,
+    orthonormal_subspace,
+    projection_kernel,
+    random_projection_kernel_moments,
+)
+
+__all__ = [
+    "AttentionHeadRef",
+    "AttentionRole",
+    "HeadAffinityPair",
+    "HeadAffinityResult",
+    "HeadKind",
+    "HeadSubspaces",
+    "LayerOrder",
+    "ProjectionKernelResult",
+    "RandomSubspaceReference",
+    "RoleSubspaces",
+    "SubspaceBasis",
+    "attention_head_affinities",
+    "attention_head_subspace_affinity",
+    "attention_head_subspaces",
+    "orthonormal_subspace",
+    "projection_kernel",
+    "random_projection_kernel_moments",
+]
+
+
+def attention_head_subspace_affinity(
+    model: Any,
+    *,
+    source_role: AttentionRole = "O",
+    target_role: AttentionRole,
+    layer_order: LayerOrder | None = None,
+    rank: Rank = None,
+    rtol: float | None = None,
+    progress: bool | None = None,
+) -> HeadAffinityResult:
+    """Projection Kernels between the heads of a model, for one pairing of roles.
+
+    ``O`` with ``Q``, ``K`` or ``V`` asks how much of what a source head writes can be read by a
+    target head: the Q-, K- and V-composition of arXiv 2601.10266. A role with itself asks which
+    heads read, or write, alike.
+
+    Args:
+        model: A ``TransformerBridge``, or the :class:`HeadSubspaces` of one.
+        source_role: ``"O"``, or the same as ``target_role``.
+        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
+        layer_order: Which pairs. ``"forward"``, the default from O to Q, K and V: source layer
+            strictly before target layer. ``"distinct"``, the default within one role and possible
+            only there: every unordered pair of different heads once, in the order of layer and
+            head. ``"all"``: every pair; within one role, every ordered pair of different heads.
+        rank: As in :func:`attention_head_subspaces`.
+        rtol: As in :func:`attention_head_subspaces`.
+        progress: ``True`` for a progress bar, ``False`` for none, ``None`` for one that appears
+            when the work takes more than a few seconds.
+
+    Returns:
+        Scores ``[source_layer, source_head, target_layer, target_head]``, in float64 if any of the
+        weights is, else float32, on the model's device. Axes of Q and O count query heads, axes of
+        K and V key-value heads, which grouped-query models have fewer of.
+
+    Raises:
+        ArgumentTypeError, ValueError: If roles or order make no pairing, or as in
+            :func:`attention_head_subspaces`.
+        NotImplementedError: As in :func:`attention_head_subspaces`.
+
+    Example:
+        >>> result = attention_head_subspace_affinity(model, target_role="K")
+        >>> result
+        HeadAffinityResult(projection_kernel, O of 3x2 query heads -> K of 3x2 kv heads, \
+12 forward pairs, best L0H0 -> L1H1 at 4)
+    """
+    order = resolve_layer_order(source_role, target_role, layer_order)
+    subspaces = _subspaces_of(model, (source_role, target_role), rank, rtol)
+    return _affinity(subspaces, source_role, target_role, order, progress)
+
+
+def attention_head_affinities(
+    model: Any,
+    pairings: Sequence[str] = ("OQ", "OK", "OV"),
+    *,
+    layer_order: LayerOrder | None = None,
+    rank: Rank = None,
+    rtol: float | None = None,
+    progress: bool | None = None,
+) -> dict[str, HeadAffinityResult]:
+    """Several pairings of :func:`attention_head_subspace_affinity` from one extraction.
+
+    Args:
+        model: A ``TransformerBridge``, or the :class:`HeadSubspaces` of one.
+        pairings: Source and target role in two letters each: ``"OQ"``, ``"OK"``, ``"OV"``,
+            ``"QQ"``, ``"KK"``, ``"VV"``, ``"OO"``.
+        layer_order, rank, rtol, progress: As in :func:`attention_head_subspace_affinity`.
+
+    Returns:
+        A result per pairing, by its name and in the order given.
+
+    Raises:
+        ArgumentTypeError, ValueError, NotImplementedError: As in
+            :func:`attention_head_subspace_affinity`.
+
+    Example:
+        >>> results = attention_head_affinities(model, pairings=("OK", "OO"))
+        >>> [(name, int(result.valid_mask.sum())) for name, result in results.items()]
+        [('OK', 12), ('OO', 15)]
+    """
+    if isinstance(pairings, str) or not pairings:
+        raise ArgumentTypeError(
+            f"pairings must be a sequence of pairings such as ('OQ', 'OK'), got {pairings!r}"
+        )
+    orders = {}
+    for pairing in pairings:
+        if not (isinstance(pairing, str) and len(pairing) == 2):
+            raise ValueError(f"a pairing is two role letters such as 'OQ', got {pairing!r}")
+        orders[pairing] = resolve_layer_order(pairing[0], pairing[1], layer_order)
+    subspaces = _subspaces_of(model, "".join(orders), rank, rtol)
+    return {
+        pairing: _affinity(
+            subspaces,
+            cast(AttentionRole, pairing[0]),
+            cast(AttentionRole, pairing[1]),
+            order,
+            progress,
+        )
+        for pairing, order in orders.items()
+    }
+
+
+def _subspaces_of(
+    model: Any, roles: Sequence[str], rank: Rank, rtol: float | None
+) -> HeadSubspaces:
+    if not isinstance(model, HeadSubspaces):
+        return attention_head_subspaces(
+            model, cast(Sequence[AttentionRole], roles), rank=rank, rtol=rtol
+        )
+    if rank is not None or rtol is not None:
+        raise ValueError(
+            "rank and rtol were decided when the subspaces were extracted; pass them to "
+            "attention_head_subspaces"
+        )
+    return model
+
+
+def _affinity(
+    subspaces: HeadSubspaces,
+    source_role: AttentionRole,
+    target_role: AttentionRole,
+    layer_order: LayerOrder,
+    progress: bool | None,
+) -> HeadAffinityResult:
+    source, target = subspaces[source_role], subspaces[target_role]
+    source_ranks, target_ranks = source.retained_ranks, target.retained_ranks
+    valid = pair_mask(source, target, layer_order).to(source.bases.device)
+    valid &= (source_ranks[:, :, None, None] > 0) & (target_ranks > 0)
+    scores = subspaces.overlap(source_role, target_role, keep=valid, progress=progress)
+    rank_products = source_ranks[:, :, None, None] * target_ranks
+    # Pairs without a rank are not valid and score 0; the clamp spares them 0 / 0.
+    normalized = scores / rank_products.clamp(min=1).to(scores.dtype).sqrt()
+    return HeadAffinityResult(
+        scores=scores,
+        normalized=normalized,
+        valid_mask=valid,
+        source_role=source_role,
+        target_role=target_role,
+        source_layer_indices=source.layer_indices,
+        target_layer_indices=target.layer_indices,
+        source_head_kind=source.kind,
+        target_head_kind=target.kind,
+        source_ranks=source.ranks,
+        target_ranks=target.ranks,
+        source_rank=int(source_ranks.max()),
+        target_rank=int(target_ranks.max()),
+        rank=subspaces.rank,
+        rtol=subspaces.rtol,
+        layer_order=layer_order,
+    )
