@@ -136,10 +136,10 @@ class HeadAffinityResult:
             source layer, source head, target layer and target head, at the cut too.
 
         Example:
-            >>> result = example_result()
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
             >>> values, positions = result.topk(2)
             >>> positions.tolist()
-            [[0, 1, 1, 0], [0, 0, 1, 1]]
+            [[0, 0, 1, 1], [0, 1, 2, 0]]
         """
         ranked = self.normalized if normalized else self.scores
         k = min(require_integer(k, "k"), int(self.valid_mask.sum()))
@@ -176,10 +176,11 @@ class HeadAffinityResult:
             ArgumentTypeError, ValueError: If ``k`` is not a positive integer.
 
         Example:
-            >>> for pair in example_result().top_pairs(2):
-            ...     print(pair.source.label, pair.target.label, pair.score)
-            L0H1 L2H0 0.75
-            L0H0 L2H1 0.5
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
+            >>> for pair in result.top_pairs(2):
+            ...     print(pair.source, "->", pair.target, round(pair.score, 3))
+            L0H0 (query head, O) -> L1H1 (kv head, K) 4.0
+            L0H1 (query head, O) -> L2H0 (kv head, K) 3.0
         """
         _, positions = self.topk(k, normalized=normalized)
         where = tuple(positions.T)
@@ -215,9 +216,10 @@ class HeadAffinityResult:
             and ``normalized``.
 
         Example:
-            >>> example_result().to_dataframe(1)[["source", "target", "target_kind", "score"]]
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
+            >>> result.to_dataframe(1)[["source", "target", "target_kind", "score"]].round(3)
               source target target_kind  score
-            0   L0H1   L2H0          kv   0.75
+            0   L0H0   L1H1          kv    4.0
         """
         import pandas as pd
 
@@ -253,8 +255,9 @@ class HeadAffinityResult:
             ValueError: If the pair does not belong to ``layer_order``.
 
         Example:
-            >>> example_result().score((0, 1), (2, 0))
-            0.75
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
+            >>> round(result.score((0, 1), (2, 0)), 3)
+            3.0
         """
         where = self._position("source", source) + self._position("target", target)
         if self.layer_order == "distinct" and not self.valid_mask[where]:
@@ -283,9 +286,10 @@ class HeadAffinityResult:
             ValueError: If the result is relative already.
 
         Example:
-            >>> relative = example_result().relative()
-            >>> relative.metric, round(relative.score((0, 1), (2, 0)), 4)
-            ('relative_projection_kernel', 0.1875)
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
+            >>> relative = result.relative()
+            >>> relative.metric, round(relative.score((0, 0), (1, 1)), 3)
+            ('relative_projection_kernel', 1.75)
         """
         if self.metric.startswith("relative_"):
             raise ValueError(f"the result is relative already: {self.metric}")
@@ -314,12 +318,14 @@ class HeadAffinityResult:
         return centred.to(values).reshape(values.shape)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the result to a safetensors file; :meth:`load` reads it back unchanged.
+        r"""Write the result to a safetensors file; :meth:`load` reads it back unchanged.
 
         Example:
-            >>> example_result().save("affinity.safetensors")
-            >>> HeadAffinityResult.load("affinity.safetensors").score((0, 1), (2, 0))
-            0.75
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
+            >>> result.save("affinity.safetensors")
+            >>> HeadAffinityResult.load("affinity.safetensors")
+            HeadAffinityResult(projection_kernel, O of 3x2 query heads -> K of 3x2 kv heads, \
+12 forward pairs, best L0H0 -> L1H1 at 4)
         """
         from safetensors.torch import save_file
 

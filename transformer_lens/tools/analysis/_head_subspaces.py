@@ -24,13 +24,13 @@ from transformer_lens.tools.analysis._head_weights import (
     architecture_name,
     home_device,
     read_head_weights,
+    require_finite_heads,
+    shared_compute_dtype,
 )
 from transformer_lens.tools.analysis._linalg import (
     clamped,
-    compute_dtype,
     default_rtol,
     exact_arithmetic,
-    max_abs,
     numerical_ranks,
     thin_qr,
     thin_svd,
@@ -207,10 +207,7 @@ def attention_head_subspaces(
     sizes = [role_weights.shape for role_weights in weights.values()]
     if rank != "measured" and rank is not None:
         rank = require_integer(rank, "rank", maximum=min(min(size[1:]) for size in sizes))
-    dtype = torch.float32
-    for role_weights in weights.values():
-        for matrix in role_weights.matrices:
-            dtype = torch.promote_types(dtype, compute_dtype(matrix.dtype))
+    dtype = shared_compute_dtype(weights)
     threshold = (
         default_rtol([max(size[1:]) for size in sizes], dtype)
         if rtol is None
@@ -247,12 +244,7 @@ def _extract(
         for start in range(0, heads, chunk):
             some = slice(start, start + chunk)
             stack = matrix[some].to(device=device, dtype=dtype)
-            for head, finite in enumerate(max_abs(stack).isfinite().tolist(), start):
-                if not finite:
-                    raise ValueError(
-                        f"{architecture}, role {weights.role}, layer {layer}, head {head}: the "
-                        "weight must contain only finite values"
-                    )
+            require_finite_heads(stack, weights.role, layer, architecture, first_head=start)
             bases[position, some], ranks[position, some] = _frames(stack, rank, width, rtol)
             for head, measured in enumerate(ranks[position, some].tolist(), start):
                 needed = d_head if rank is None else 0 if rank == "measured" else rank

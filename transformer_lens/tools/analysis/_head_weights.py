@@ -6,13 +6,14 @@ project sees :class:`RoleWeights`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from transformer_lens.tools.analysis._arguments import ArgumentTypeError
+from transformer_lens.tools.analysis._linalg import compute_dtype, max_abs
 
 AttentionRole = Literal["Q", "K", "V", "O"]
 HeadKind = Literal["query", "kv"]
@@ -88,12 +89,38 @@ def architecture_name(model: Any) -> str:
     return type(model).__name__
 
 
-def home_device(model: Any, weights: dict[AttentionRole, RoleWeights]) -> torch.device:
+def home_device(model: Any, weights: Mapping[AttentionRole, RoleWeights]) -> torch.device:
     """Where results about ``model`` belong: its configured device, else that of its weights."""
     configured = getattr(getattr(model, "cfg", None), "device", None)
     if configured is not None:
         return torch.device(configured)
     return next(iter(weights.values())).matrices[0].device
+
+
+def shared_compute_dtype(weights: Mapping[AttentionRole, RoleWeights]) -> torch.dtype:
+    """float64 if any of the weights is, else float32."""
+    dtype = torch.float32
+    for role_weights in weights.values():
+        for matrix in role_weights.matrices:
+            dtype = torch.promote_types(dtype, compute_dtype(matrix.dtype))
+    return dtype
+
+
+def require_finite_heads(
+    stack: Float[torch.Tensor, "head d_model d_head"],
+    role: AttentionRole,
+    layer: int,
+    architecture: str,
+    *,
+    first_head: int = 0,
+) -> None:
+    """Refuse heads with an infinite or undefined weight, naming the first such head."""
+    for head, finite in enumerate(max_abs(stack).isfinite().tolist(), first_head):
+        if not finite:
+            raise ValueError(
+                f"{architecture}, role {role}, layer {layer}, head {head}: the "
+                "weight must contain only finite values"
+            )
 
 
 def _attention_blocks(model: Any, architecture: str) -> list[tuple[int, Any]]:

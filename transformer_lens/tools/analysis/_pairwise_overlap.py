@@ -85,7 +85,7 @@ def _extent(flags: torch.Tensor) -> slice:
     return slice(int(positions[0]), int(positions[-1]) + 1) if len(positions) else slice(0, 0)
 
 
-def _spans(wanted: torch.Tensor, rows_per_span: int) -> Iterator[tuple[slice, slice]]:
+def spans(wanted: torch.Tensor, rows_per_span: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of rows, each with the range of columns in which any of its pairs is wanted."""
     for start in range(0, len(wanted), rows_per_span):
         rows = slice(start, min(start + rows_per_span, len(wanted)))
@@ -99,7 +99,7 @@ def _projectors_are_cheaper(left: torch.Tensor, right: torch.Tensor, wanted: tor
     ambient, left_width, right_width = left.shape[1], left.shape[2], right.shape[2]
     pairs = sum(
         (rows.stop - rows.start) * (columns.stop - columns.start)
-        for rows, columns in _spans(wanted, ROWS_PER_PRODUCT)
+        for rows, columns in spans(wanted, ROWS_PER_PRODUCT)
     )
     making = len(left) * left_width + (0 if right is left else len(right) * right_width)
     by_projectors = ambient**2 * (pairs + making)
@@ -122,11 +122,11 @@ def _by_projectors(
     # Blocks of equal size instead of full ones and a remainder.
     side = ceil(ambient / ceil(ambient / largest_side))
     buffers = [frame.new_empty(len(frame) * side * side) for frame in frames]
-    products = list(_spans(wanted, ROWS_PER_PRODUCT))
+    products = list(spans(wanted, ROWS_PER_PRODUCT))
 
     bands = [slice(start, min(start + side, ambient)) for start in range(0, ambient, side)]
     blocks = [(i, j) for i in range(len(bands)) for j in range(i, len(bands))]
-    for i, j in _with_progress(blocks, progress):
+    for i, j in with_progress(blocks, progress, "pairwise overlap"):
         made = [
             _projector_block(frame, bands[i], bands[j], buffer)
             for frame, buffer in zip(frames, buffers, strict=True)
@@ -163,7 +163,9 @@ def _by_overlaps(
         left_width * right_width + ambient * (left_width + right_width)
     )
     side = max(1, isqrt(byte_budget // bytes_per_pair))
-    for rows, columns in _with_progress(list(_spans(wanted, side)), progress):
+    for rows, columns in with_progress(
+        list(spans(wanted, side)), progress, "pairwise overlap"
+    ):
         first = left[rows].mT.reshape(-1, ambient)
         for start in range(columns.start, columns.stop, side):
             tile = slice(start, min(start + side, columns.stop))
@@ -174,11 +176,12 @@ def _by_overlaps(
             scores[rows, tile] = products.square_().sum((1, 3))
 
 
-def _with_progress(steps: list, progress: bool | None) -> Iterator:
+def with_progress(steps: list, progress: bool | None, description: str) -> Iterator:
+    """Walk through ``steps`` behind a progress bar, or none; ``progress`` as in the engine."""
     return iter(
         tqdm(
             steps,
-            desc="pairwise overlap",
+            desc=description,
             disable=progress is False,
             delay=0.0 if progress else PROGRESS_DELAY,
             leave=False,

@@ -84,7 +84,7 @@ def attention_head_subspace_affinity(
     rtol: float | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
-    """Projection Kernels between the heads of a model, for one pairing of roles.
+    r"""Projection Kernels between the heads of a model, for one pairing of roles.
 
     ``O`` with ``Q``, ``K`` or ``V`` asks how much of what a source head writes can be read by a
     target head: the Q-, K- and V-composition of arXiv 2601.10266. A role with itself asks which
