@@ -26,7 +26,7 @@ from importlib.machinery import FileFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -69,16 +69,17 @@ class _ToolsFinder(FileFinder):
         self._original.invalidate_caches()
 
 
-class _PathHook:
+def _make_path_hook(tree: str) -> Callable[[str], _ToolsFinder]:
     """Entry of ``sys.path_hooks``: answers for ``transformer_lens/tools`` and for nothing else."""
 
-    def __init__(self, tree: str) -> None:
-        self.overlay_tree = tree
-
-    def __call__(self, path: str) -> _ToolsFinder:
+    # A function, because beartype looks up the name of every path hook.
+    def overlay_path_hook(path: str) -> _ToolsFinder:
         if not _is_host(path):
             raise ImportError
-        return _ToolsFinder(path, self.overlay_tree)
+        return _ToolsFinder(path, tree)
+
+    overlay_path_hook.overlay_tree = tree  # type: ignore[attr-defined]
+    return overlay_path_hook
 
 
 def _is_host(path: object) -> bool:
@@ -139,7 +140,7 @@ def install(tree: str | os.PathLike[str] | None = None) -> None:
             "restart the kernel) and import it again"
         )
     sys.path_hooks[:] = [hook for hook in sys.path_hooks if not _is_ours(hook)]
-    sys.path_hooks.insert(0, _PathHook(tree))
+    sys.path_hooks.insert(0, _make_path_hook(tree))
     # The directory's finder may have been made, and remembered, without us.
     for path in [path for path in sys.path_importer_cache if _is_host(path)]:
         del sys.path_importer_cache[path]
@@ -161,4 +162,7 @@ def _first_location(locations: Sequence[str]) -> str:
 def start() -> None:
     """Activate the overlay at start-up, unless it is switched off or its files are gone."""
     if os.environ.get(SWITCH) != "0" and os.path.isdir(_INSTALLED_TREE):
-        install()
+        try:
+            install()
+        except OverlayError:
+            pass  # another start-up file imported the package first; is_active() tells

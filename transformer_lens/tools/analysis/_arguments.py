@@ -34,19 +34,21 @@ def require_integer(value: Any, name: str, *, minimum: int = 1, maximum: int | N
     """Return ``value`` as an ``int`` between ``minimum`` and ``maximum``; a bool is no integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(f"{name} must be an integer, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
         bounds = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"{name} must be {bounds}, got {value!r}")
-    return int(value)
+    return number
 
 
 def require_tolerance(value: Any, name: str) -> float:
     """Return ``value`` as a finite, non-negative ``float``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{name} must be a finite non-negative real number, got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name} must be a finite non-negative real number, got {value!r}")
-    return float(value)
+    return number
 
 
 def require_flag(value: Any, name: str) -> None:

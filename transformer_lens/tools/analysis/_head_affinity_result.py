@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+
 from transformer_lens.tools.analysis._arguments import ArgumentTypeError, Rank, require_integer
 from transformer_lens.tools.analysis._head_weights import AttentionRole, HeadKind
 

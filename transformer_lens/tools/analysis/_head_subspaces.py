@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
+
 from transformer_lens.tools.analysis._arguments import (
     Rank,
     require_choice,

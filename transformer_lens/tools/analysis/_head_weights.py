@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
+
 from transformer_lens.tools.analysis._arguments import ArgumentTypeError
 from transformer_lens.tools.analysis._linalg import compute_dtype, max_abs
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+
 from transformer_lens.tools.analysis._model_state import compute_dtype
 
 __all__ = [
@@ -59,7 +60,8 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _full_float32_products() -> Iterator[None]:
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    backends: list[Any] = [torch.backends.cuda.matmul]
+    backends.append(getattr(torch.backends.mkldnn, "matmul", None))
     if all(hasattr(backend, "fp32_precision") for backend in backends):
         # Reading or writing torch.{get,set}_float32_matmul_precision here would raise for users
         # who have set the per-backend attributes; these can be saved and restored without a trace.

@@ -6,6 +6,7 @@ from typing import Protocol, cast
 
 import torch
 from jaxtyping import Bool
+
 from transformer_lens.tools.analysis._arguments import require_choice
 from transformer_lens.tools.analysis._head_affinity_result import LayerOrder
 from transformer_lens.tools.analysis._head_weights import ROLES, AttentionRole

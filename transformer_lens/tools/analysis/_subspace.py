@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+
 from transformer_lens.tools.analysis._arguments import (
     require_flag,
     require_instance,

@@ -1,0 +1,1 @@
+"""What one does with head affinities: every function takes or returns a ``HeadAffinityResult``."""
