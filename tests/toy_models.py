@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -15,6 +14,8 @@ from transformers import (
     PretrainedConfig,
     T5Config,
 )
+
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 VOCABULARY = 60
 
@@ -100,10 +101,10 @@ def t5():
 
 
 def coordinate_model():
-    """Three layers of two heads whose subspaces are spanned by coordinate axes, so PKs are integers.
+    """Three layers of two heads whose subspaces are spanned by coordinate axes: scores are integers.
 
-    Every head has width 4 in 8 dimensions. ``O`` of head 0 writes axes 0-3, head 1 writes axes 4-7,
-    and their Q, K and V read as below; a head's PK is the number of axes in common.
+    Every head has width 4 in 8 dimensions. Head 0 of a layer writes axes 0-3, head 1 axes 4-7; what
+    Q, K and V read is below. The PK of two heads is the number of axes that they have in common.
     """
     bridge, _ = gpt2(n_layer=3, n_head=2, n_embd=8)
     reads = {  # (layer, head) -> axes read by K; Q and V read what the other head of the layer does
@@ -116,7 +117,7 @@ def coordinate_model():
     }
     axes = torch.eye(8)
     with torch.no_grad():
-        for (layer, head), columns in reads.items():
+        for layer, head in reads:
             own, other = reads[layer, head], reads[layer, 1 - head]
             attn = bridge.blocks[layer].attn
             for role, span in (("q", other), ("k", own), ("v", other)):

@@ -3,8 +3,8 @@
 Both sides run in turn on the same model, and medians are compared, so that a machine whose speed
 drifts drifts for both. Peak memory is measured in a fresh process for each side. Run with
 ``make benchmark``; the table goes to ``docs/source/content/projection_kernel_benchmark.md``.
-``--full`` runs the whole 7B shape once, ours only, and sets it beside what the other side's measured
-rate would need.
+``--full`` runs the whole 7B shape once, ours only, and sets it beside what the other side would
+need at its measured rate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import pathlib
 import platform
 import statistics
@@ -67,9 +66,7 @@ def random_slice(layers: int, dtype: torch.dtype = torch.float32) -> SimpleNames
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
     blocks = [
-        SimpleNamespace(
-            attn=SimpleNamespace(W_Q=weight(32, 4096, 128), W_O=weight(32, 128, 4096))
-        )
+        SimpleNamespace(attn=SimpleNamespace(W_Q=weight(32, 4096, 128), W_O=weight(32, 128, 4096)))
         for _ in range(layers)
     ]
     return SimpleNamespace(
@@ -86,10 +83,11 @@ def load(shape: str):
             return demo_model.load_gpt2_small()
         except (OSError, RuntimeError) as error:
             print(f"GPT-2 small: {error}\nUsing random weights of its shape.", file=sys.stderr)
+            from transformers import GPT2Config, GPT2LMHeadModel
+
             from transformer_lens.model_bridge.sources._bridge_builder import (
                 build_bridge_from_module,
             )
-            from transformers import GPT2Config, GPT2LMHeadModel
 
             model = GPT2LMHeadModel(GPT2Config()).eval()
             return build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
@@ -259,10 +257,10 @@ def report(repeats: int, shapes: list[str]) -> str:
     return "\n\n".join(
         [
             "# Benchmark of the Projection Kernel",
-            f"`make benchmark`, {time.strftime('%Y-%m-%d')}: {machine()}. Installed TransformerLens "
-            f"{importlib.metadata.version('transformer-lens')} and this project on the same weights, "
-            "in turn; medians, and the median of the ratios. GPT-2 small are the real weights where "
-            "they are to be had.",
+            f"`make benchmark`, {time.strftime('%Y-%m-%d')}: {machine()}. Installed "
+            f"TransformerLens {importlib.metadata.version('transformer-lens')} and this project on "
+            "the same weights, in turn; medians, and the median of the ratios. GPT-2 small are the "
+            "real weights where they are to be had.",
             "## Time",
             table(["model", "step", "TransformerLens", "ours", "ratio"], speed),
             "## Peak memory above the model's, O to Q end to end",
@@ -298,8 +296,11 @@ def machine() -> str:
     cpu = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines()
-                 if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = names[0] if names else cpu
     return f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 

@@ -8,10 +8,11 @@ import inspect
 import pkgutil
 
 import pytest
-import toy_models
 
 import transformer_lens.tools.analysis as analysis
 from transformer_lens.tools.analysis import head_affinity
+
+import toy_models
 
 OURS = "transformer_lens.tools.analysis"
 MODULES = [

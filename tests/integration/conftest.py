@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import demo_model
 import pytest
+
+import demo_model
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import oracles
 import pytest
 
 from transformer_lens.tools.analysis.projection_kernel import (
     attention_head_affinities,
     attention_head_subspaces,
 )
+
+import oracles
 
 pytestmark = pytest.mark.slow
 

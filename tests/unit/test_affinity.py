@@ -6,16 +6,17 @@ import copy
 import math
 
 import numpy as np
-import oracles
 import pytest
 import torch
-import toy_models
 
 from transformer_lens.tools.analysis.projection_kernel import (
     attention_head_affinities,
     attention_head_subspace_affinity,
     attention_head_subspaces,
 )
+
+import oracles
+import toy_models
 
 SAME_ROLE = ("QQ", "KK", "VV", "OO")
 PAIRINGS = ("OQ", "OK", "OV", *SAME_ROLE)

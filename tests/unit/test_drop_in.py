@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-import toy_models
 
 from transformer_lens.tools.analysis import interchange, jacobian_lens
 from transformer_lens.tools.analysis import orthonormal_subspace as exported_orthonormal_subspace
@@ -18,6 +17,8 @@ from transformer_lens.tools.analysis.projection_kernel import (
     HeadAffinityResult,
     orthonormal_subspace,
 )
+
+import toy_models
 
 OURS = importlib.import_module("transformer_lens.tools.analysis.projection_kernel")
 

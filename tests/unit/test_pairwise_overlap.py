@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import oracles
 import pytest
 import torch
 
 from transformer_lens.tools.analysis import _pairwise_overlap as engine
 from transformer_lens.tools.analysis._pairwise_overlap import pairwise_overlap
+
+import oracles
 
 FORMULATIONS = ["_by_projectors", "_by_overlaps"]
 BUDGETS = [1, 4096, engine.BYTE_BUDGET]

@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 import numpy as np
-import oracles
 import pytest
 import scipy.linalg
 import torch
@@ -19,6 +18,8 @@ from transformer_lens.tools.analysis.projection_kernel import (
     projection_kernel,
     random_projection_kernel_moments,
 )
+
+import oracles
 
 DTYPES = [torch.float32, torch.float64]
 
