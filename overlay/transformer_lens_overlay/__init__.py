@@ -8,14 +8,16 @@ both, and the import hooks of pytest, jaxtyping, typeguard and beartype treat ou
 others.
 
 The search path comes from the package's spec, so one finder has to be ours: the one for the
-directory that holds the package, ``transformer_lens/tools``. An entry of ``sys.path_hooks`` provides
-it. (A hook for the package's own directory would do as well, but then our finder, and not the
-standard one, would have to serve every module in it, and every tool that looks at finders would have
-to know ours. A finder on ``sys.meta_path`` would be bypassed by import hooks that call ``PathFinder``
-themselves.) Nothing of the installed package is touched: uninstall this project and it is as before.
+directory that holds the package, ``transformer_lens/tools``. An entry of ``sys.path_hooks``
+provides it. (A hook for the package's own directory would do as well, but then our finder, and not
+the standard one, would have to serve every module in it, and every tool that looks at finders would
+have to know ours. A finder on ``sys.meta_path`` would be bypassed by import hooks that call
+``PathFinder`` themselves.) Nothing of the installed package is touched: uninstall this project and
+it is as before.
 
-At start-up of the interpreter :func:`start` is called from a ``.pth`` file, and from Python 3.18 on
-from a ``.start`` file (PEP 829). ``TRANSFORMER_LENS_OVERLAY=0`` in the environment switches it off.
+At start-up of the interpreter :func:`start` is called from a ``.pth`` file, and from Python 3.15 on
+from the ``.start`` file beside it (PEP 829; from 3.18 on it is the only way).
+``TRANSFORMER_LENS_OVERLAY=0`` in the environment switches it off.
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ def _first_location(locations: Sequence[str]) -> str:
 def start() -> None:
     """Activate the overlay at start-up, unless it is switched off or its files are gone."""
     if os.environ.get(SWITCH) != "0" and os.path.isdir(_INSTALLED_TREE):
-        try:
+        try:  # noqa: SIM105  (contextlib costs a millisecond at every start of Python)
             install()
         except OverlayError:
             pass  # another start-up file imported the package first; is_active() tells

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool
@@ -12,6 +12,7 @@ from transformer_lens.tools.analysis._head_affinity_result import LayerOrder
 from transformer_lens.tools.analysis._head_weights import ROLES, AttentionRole
 
 
+@runtime_checkable  # beartype checks arguments by isinstance
 class RoleAxes(Protocol):
     """Anything with one entry per attention layer and head of a role."""
 
