@@ -13,9 +13,14 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 #: that Hugging Face gives them.
 GPT2_WEIGHTS_VARIABLE = "TRANSFORMER_LENS_GPT2_SMALL_WEIGHTS"
 
+#: What such a file may leave out: embedding, unembedding and MLP weights.
+_NOT_ATTENTION = ("wte.weight", "lm_head.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
 
 def load_smollm2(*, tokenizer: bool = False) -> TransformerBridge:
     """SmolLM2-135M-Instruct: 30 layers of 9 query and 3 key-value heads, from a Python package.
+
+    The package holds the weights in 4 bits (GGUF Q4_1); here they are float32 again.
 
     Args:
         tokenizer: Load the tokenizer too, which takes half a minute.
@@ -39,7 +44,9 @@ def load_smollm2(*, tokenizer: bool = False) -> TransformerBridge:
         model,
         "LlamaForCausalLM",
         hf_config=model.config,
-        tokenizer=AutoTokenizer.from_pretrained(**source) if tokenizer else None,
+        tokenizer=(
+            AutoTokenizer.from_pretrained(**source, local_files_only=True) if tokenizer else None
+        ),
         model_name="SmolLM2-135M-Instruct",
     )
 
@@ -51,18 +58,28 @@ def load_gpt2_small() -> TransformerBridge:
     run: embeddings and MLP weights are random.
 
     Raises:
-        OSError: If the hub does not answer, or the file is not there.
+        FileNotFoundError: If the file is not there, or none is named and the hub does not answer.
         RuntimeError: If the file holds something else.
     """
     path = os.environ.get(GPT2_WEIGHTS_VARIABLE)
     if not path:
-        return TransformerBridge.boot_transformers("gpt2")
+        try:
+            return TransformerBridge.boot_transformers("gpt2")
+        except OSError as error:
+            raise FileNotFoundError(
+                f"the hub's gpt2 is out of reach ({str(error).splitlines()[0]}); set "
+                f"{GPT2_WEIGHTS_VARIABLE} to a file with its attention weights"
+            ) from error
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config()).eval()
-    outcome = model.load_state_dict(load_file(path), strict=False)
-    absent = [name for name in outcome.missing_keys if ".attn." in name]
+    try:
+        outcome = model.load_state_dict(load_file(path), strict=False)
+    except SafetensorError as error:
+        raise RuntimeError(f"{path} is no safetensors file: {error}") from error
+    absent = [name for name in outcome.missing_keys if not name.endswith(_NOT_ATTENTION)]
     if outcome.unexpected_keys or absent:
         raise RuntimeError(
             f"{path} does not hold the attention weights of GPT-2 small: unexpected "

@@ -101,7 +101,7 @@ def t5():
 
 
 def coordinate_model():
-    """Three layers of two heads whose subspaces are spanned by coordinate axes: scores are integers.
+    """Three layers of two heads whose subspaces are spanned by axes, so that scores are integers.
 
     Every head has width 4 in 8 dimensions. Head 0 of a layer writes axes 0-3, head 1 axes 4-7; what
     Q, K and V read is below. The PK of two heads is the number of axes that they have in common.

@@ -25,6 +25,7 @@ MODULES = [
         *(
             f"head_affinity.{module.name}"
             for module in pkgutil.iter_modules(head_affinity.__path__)
+            if not module.name.startswith("_")
         ),
     )
 ]

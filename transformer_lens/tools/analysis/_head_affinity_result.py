@@ -319,14 +319,14 @@ class HeadAffinityResult:
         return centred.to(values).reshape(values.shape)
 
     def save(self, path: str | PathLike[str]) -> None:
-        r"""Write the result to a safetensors file; :meth:`load` reads it back unchanged.
+        """Write the result to a safetensors file; :meth:`load` reads it back unchanged.
 
         Example:
             >>> result = attention_head_subspace_affinity(model, target_role="K")
             >>> result.save("affinity.safetensors")
             >>> HeadAffinityResult.load("affinity.safetensors")
-            HeadAffinityResult(projection_kernel, O of 3x2 query heads -> K of 3x2 kv heads, \
-12 forward pairs, best L0H0 -> L1H1 at 4)
+            HeadAffinityResult(projection_kernel, O of 3x2 query heads -> K of 3x2 kv heads,
+            12 forward pairs, best L0H0 -> L1H1 at 4)
         """
         from safetensors.torch import save_file
 

@@ -163,9 +163,7 @@ def _by_overlaps(
         left_width * right_width + ambient * (left_width + right_width)
     )
     side = max(1, isqrt(byte_budget // bytes_per_pair))
-    for rows, columns in with_progress(
-        list(spans(wanted, side)), progress, "pairwise overlap"
-    ):
+    for rows, columns in with_progress(list(spans(wanted, side)), progress, "pairwise overlap"):
         first = left[rows].mT.reshape(-1, ambient)
         for start in range(columns.start, columns.stop, side):
             tile = slice(start, min(start + side, columns.stop))

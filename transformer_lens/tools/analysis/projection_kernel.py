@@ -84,7 +84,7 @@ def attention_head_subspace_affinity(
     rtol: float | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
-    r"""Projection Kernels between the heads of a model, for one pairing of roles.
+    """Projection Kernels between the heads of a model, for one pairing of roles.
 
     ``O`` with ``Q``, ``K`` or ``V`` asks how much of what a source head writes can be read by a
     target head: the Q-, K- and V-composition of arXiv 2601.10266. A role with itself asks which
@@ -116,8 +116,8 @@ def attention_head_subspace_affinity(
     Example:
         >>> result = attention_head_subspace_affinity(model, target_role="K")
         >>> result
-        HeadAffinityResult(projection_kernel, O of 3x2 query heads -> K of 3x2 kv heads, \
-12 forward pairs, best L0H0 -> L1H1 at 4)
+        HeadAffinityResult(projection_kernel, O of 3x2 query heads -> K of 3x2 kv heads,
+        12 forward pairs, best L0H0 -> L1H1 at 4)
     """
     order = resolve_layer_order(source_role, target_role, layer_order)
     subspaces = _subspaces_of(model, (source_role, target_role), rank, rtol)
