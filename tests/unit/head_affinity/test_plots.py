@@ -101,8 +101,10 @@ class TestAffinity:
         (image,) = plot_affinity(result).images
         assert image.get_clim() == (valid.min().item(), valid.max().item())
 
-    def test_relative_scores_have_a_scale_around_zero(self, results):
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_relative_scores_have_a_scale_around_zero(self, results, sign):
         relative = results["OK"].relative()
+        relative = dataclasses.replace(relative, scores=sign * relative.scores)
         (image,) = plot_affinity(relative).images
         low, high = image.get_clim()
         assert low == -high == -relative.scores.abs().max().item()

@@ -245,8 +245,9 @@ def _extract(
         for start in range(0, heads, chunk):
             some = slice(start, start + chunk)
             stack = matrix[some].to(device=device, dtype=dtype)
-            require_finite_heads(stack, weights.role, layer, architecture, first_head=start)
-            bases[position, some], ranks[position, some] = _frames(stack, rank, width, rtol)
+            scaled, scales = unit_scaled(stack)
+            require_finite_heads(scales, weights.role, layer, architecture, first_head=start)
+            bases[position, some], ranks[position, some] = _frames(scaled, rank, width, rtol)
             for head, measured in enumerate(ranks[position, some].tolist(), start):
                 needed = d_head if rank is None else 0 if rank == "measured" else rank
                 if measured < needed:
@@ -260,10 +261,9 @@ def _extract(
 
 
 def _frames(
-    stack: torch.Tensor, rank: Rank, width: int, rtol: float
+    scaled: torch.Tensor, rank: Rank, width: int, rtol: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Orthonormal bases ``[head, d_model, width]`` and measured ranks ``[head]`` of the heads."""
-    scaled, _ = unit_scaled(stack)
     orthonormal, triangular = thin_qr(scaled)
     ranks = numerical_ranks(triangular, rtol)
     # The columns of Q span the right space unless directions are to be dropped; only then is the
@@ -272,7 +272,7 @@ def _frames(
     if not bool(dropping.any()):
         return orthonormal, ranks
     left, _ = thin_svd(triangular[dropping])
-    kept = torch.arange(width, device=stack.device) < ranks[dropping, None, None]
+    kept = torch.arange(width, device=scaled.device) < ranks[dropping, None, None]
     frames = orthonormal[..., :width].clone()
     frames[dropping] = orthonormal[dropping] @ left[..., :width] * kept
     return frames, ranks

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from transformer_lens.tools.analysis._arguments import ArgumentTypeError
-from transformer_lens.tools.analysis._linalg import compute_dtype, max_abs
+from transformer_lens.tools.analysis._linalg import compute_dtype
 
 AttentionRole = Literal["Q", "K", "V", "O"]
 HeadKind = Literal["query", "kv"]
@@ -108,15 +108,18 @@ def shared_compute_dtype(weights: Mapping[AttentionRole, RoleWeights]) -> torch.
 
 
 def require_finite_heads(
-    stack: Float[torch.Tensor, "head d_model d_head"],
+    scales: Float[torch.Tensor, "head 1 1"],
     role: AttentionRole,
     layer: int,
     architecture: str,
     *,
     first_head: int = 0,
 ) -> None:
-    """Refuse heads with an infinite or undefined weight, naming the first such head."""
-    for head, finite in enumerate(max_abs(stack).isfinite().tolist(), first_head):
+    """Refuse heads with an infinite or undefined weight, naming the first such head.
+
+    ``scales`` are those of :func:`unit_scaled`, which has looked at every weight already.
+    """
+    for head, finite in enumerate(scales.flatten().isfinite().tolist(), first_head):
         if not finite:
             raise ValueError(
                 f"{architecture}, role {role}, layer {layer}, head {head}: the "

@@ -21,7 +21,6 @@ __all__ = [
     "compute_dtype",
     "default_rtol",
     "exact_arithmetic",
-    "max_abs",
     "numerical_ranks",
     "singular_values",
     "thin_qr",
@@ -106,11 +105,6 @@ def clamped(values: torch.Tensor, upper: float, name: str) -> torch.Tensor:
     return values.clamp(0, upper)
 
 
-def max_abs(matrices: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each matrix, ``[...]``; NaN where a matrix holds a NaN."""
-    return torch.maximum(matrices.amax((-2, -1)), -matrices.amin((-2, -1)))
-
-
 def unit_scaled(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide every matrix by a power of two so that its largest entry is about 1.
 
@@ -118,12 +112,14 @@ def unit_scaled(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factor is a power of two no entry is rounded.
 
     Returns:
-        The scaled matrices, and the scales ``[..., 1, 1]`` with ``matrices = scaled * scale``.
+        The scaled matrices, and the scales ``[..., 1, 1]`` with ``matrices = scaled * scale``. The
+        scale of a matrix with an infinite or undefined entry is not finite either.
     """
     # Beyond these exponents a power of two, or its inverse, is no normal number.
     limit = -math.log2(torch.finfo(matrices.dtype).tiny)
-    exponents = max_abs(matrices)[..., None, None].log2().ceil().clamp(-limit, limit)
-    scales = exponents.exp2()
+    peaks = torch.maximum(matrices.amax((-2, -1)), -matrices.amin((-2, -1)))[..., None, None]
+    scales = peaks.log2().ceil().clamp(-limit, limit).exp2()
+    scales = torch.where(peaks.isfinite(), scales, peaks)
     return matrices / scales, scales
 
 

@@ -21,9 +21,12 @@ import torch
 from jaxtyping import Bool, Float
 from tqdm.auto import tqdm
 
-#: Upper bound of the engine's temporaries, results excluded. Blocks that stay in a processor's
-#: last-level cache are fastest; a larger budget gains nothing.
+#: Upper bound of the engine's temporaries, results excluded.
 BYTE_BUDGET = 32 * 1024**2
+
+#: Rows and columns of a projector that are made at a time, for all frames. Larger blocks make
+#: better matrix products but leave the processor's cache between being made and being used.
+PREFERRED_SIDE = 96
 
 #: Rows of scores that one matrix product computes. Enough for it to run near full speed, few
 #: enough for the staircase of a layer mask to save nearly half of the work.
@@ -118,7 +121,7 @@ def _by_projectors(
     frames = [left] if right is left else [left, right]
     ambient = left.shape[1]
     bytes_per_entry = sum(map(len, frames)) * left.element_size()
-    largest_side = min(ambient, max(1, isqrt(byte_budget // bytes_per_entry)))
+    largest_side = min(ambient, PREFERRED_SIDE, max(1, isqrt(byte_budget // bytes_per_entry)))
     # Blocks of equal size instead of full ones and a remainder.
     side = ceil(ambient / ceil(ambient / largest_side))
     buffers = [frame.new_empty(len(frame) * side * side) for frame in frames]

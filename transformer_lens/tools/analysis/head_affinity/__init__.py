@@ -1,1 +1,1 @@
-"""What one does with head affinities: every function takes or returns a ``HeadAffinityResult``."""
+"""What one does with head affinities: compare, evaluate, calibrate, read out, draw."""

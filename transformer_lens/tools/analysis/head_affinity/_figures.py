@@ -30,4 +30,6 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 def metric_name(metric: str) -> str:
     """A result's ``metric`` as an axis calls it."""
-    return metric.replace("_", " ").replace("projection kernel", "Projection Kernel")
+    name = metric.removesuffix("_paper").replace("_", " ")
+    name = name.replace("projection kernel", "Projection Kernel").replace("cka", "CKA")
+    return f"{name} (paper's form)" if metric.endswith("_paper") else name

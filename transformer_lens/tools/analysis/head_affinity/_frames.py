@@ -136,8 +136,8 @@ class FrameReader:
         """A layer's matrices at unit scale, the scales, and their QR factors R."""
         weights = self.weights[role]
         stack = weights.matrices[position].to(device=self.device, dtype=self.dtype)
-        require_finite_heads(stack, role, weights.layer_indices[position], self.architecture)
         scaled, scales = unit_scaled(stack)
+        require_finite_heads(scales, role, weights.layer_indices[position], self.architecture)
         return scaled, scales.flatten(), thin_qr(scaled)[1]
 
     def _groups(

@@ -87,7 +87,7 @@ def plot_scatter(
     ax.set_ylabel(metric_name(other.metric))
     arrow = "→".join(result.pairing)
     ax.set_title(f"{arrow}, {len(x):,} {result.layer_order} pairs")
-    ax.legend(loc="upper left")
+    ax.legend(loc="lower right")
     return ax
 
 
@@ -134,7 +134,7 @@ def plot_detection(
         )
     first = several[0]
     ax.axhline(first.chance, color="black", linestyle="--", linewidth=0.8)
-    ax.text(1.0, first.chance, "chance ", ha="right", va="bottom")
+    ax.text(1.0, first.chance, "chance", ha="right", va="top")
     ax.set_xlim(0, 1.02)
     ax.set_ylim(0, 1.05)
     ax.set_xlabel("recall of labelled heads")

@@ -1,0 +1,174 @@
+"""Figures of the head graph.
+
+Like those of ``plots``, the function draws on the axes it is given, or on a new figure, and returns
+the axes.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal
+
+import networkx as nx
+import numpy as np
+
+from transformer_lens.tools.analysis._arguments import require_choice, require_instance
+from transformer_lens.tools.analysis.head_affinity._figures import COLOURS, GREY, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_graph"]
+
+#: One line style per pairing, so that pairings are told apart without colour too.
+_LINE_STYLES: tuple[Literal["solid", "dashed", "dotted", "dashdot"], ...] = (
+    "solid",
+    "dashed",
+    "dotted",
+    "dashdot",
+)
+_FAINTEST = 0.25
+
+#: Fills of the classes, light enough for a head's name on them; grey is for heads without a class.
+_CLASS_COLOURS = (
+    "#56B4E9",
+    "#E69F00",
+    "#5FC9A5",
+    "#F0E442",
+    "#CC79A7",
+    "#F28E6B",
+    "#B39DDB",
+    "#A1887F",
+)
+
+
+def plot_graph(
+    graph: nx.MultiDiGraph,
+    ax: Axes | None = None,
+    *,
+    layout: Literal["layers", "circle"] = "layers",
+) -> Axes:
+    """The head graph: heads coloured by class, edges by pairing, stronger for higher scores.
+
+    Args:
+        graph: From ``head_graph``.
+        ax: Where to draw. Default: a new figure.
+        layout: ``"layers"``: layers from left to right, heads of a layer above each other.
+            ``"circle"``: labelled heads on an inner circle and the others on an outer one, by layer
+            (arXiv 2601.10266, figure 1).
+
+    Returns:
+        The axes.
+
+    Raises:
+        ArgumentTypeError: If ``graph`` is something else.
+        ValueError: If it has no edges, or ``layout`` is unknown.
+        ImportError: If matplotlib is not installed.
+
+    Example:
+        >>> from transformer_lens.tools.analysis.head_affinity.graph import head_graph
+        >>> graph = head_graph(attention_head_affinities(model, pairings=("OQ", "OK")), k=2)
+        >>> [text.get_text() for text in plot_graph(graph).get_legend().get_texts()]
+        ['O→Q', 'O→K', 'no class']
+    """
+    require_instance(graph, nx.MultiDiGraph, "graph")
+    require_choice(layout, ("layers", "circle"), "layout")
+    if not graph.number_of_edges():
+        raise ValueError("there is nothing to draw: the graph has no edges")
+    ax = new_axes(ax, (10.0, 8.0))
+    from matplotlib.lines import Line2D
+
+    positions = _by_layer(graph) if layout == "layers" else _on_circles(graph)
+    pairings = list(dict.fromkeys(data["pairing"] for *_, data in graph.edges(data=True)))
+    for index, pairing in enumerate(pairings):
+        edges = [
+            (source, target, data["score"])
+            for source, target, data in graph.edges(data=True)
+            if data["pairing"] == pairing
+        ]
+        highest = max(score for *_, score in edges)
+        lowest = min(score for *_, score in edges)
+        for source, target, score in edges:
+            strength = (score - lowest) / (highest - lowest) if highest > lowest else 1.0
+            nx.draw_networkx_edges(
+                graph,
+                positions,
+                ax=ax,
+                edgelist=[(source, target)],
+                edge_color=COLOURS[index % len(COLOURS)],
+                style=_LINE_STYLES[index % len(_LINE_STYLES)],
+                alpha=_FAINTEST + (1 - _FAINTEST) * strength,
+                width=1.0 + strength,
+                arrowsize=9,
+                node_size=420,
+                connectionstyle=f"arc3,rad={0.12 + 0.05 * index}",
+            )
+    classes = sorted({data["head_class"] for _, data in graph.nodes(data=True)} - {""})
+    colours = dict(zip(classes, cycle(_CLASS_COLOURS), strict=False)) | {"": GREY}
+    nx.draw_networkx_nodes(
+        graph,
+        positions,
+        ax=ax,
+        node_size=420,
+        node_color=[colours[data["head_class"]] for _, data in graph.nodes(data=True)],
+        edgecolors="black",
+        linewidths=0.6,
+    )
+    names = {node: node.removeprefix("L").replace("H", ".").replace("KV", ".kv") for node in graph}
+    nx.draw_networkx_labels(graph, positions, ax=ax, labels=names, font_size=6.5)
+
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=COLOURS[index % len(COLOURS)],
+            linestyle=_LINE_STYLES[index % len(_LINE_STYLES)],
+            label="→".join(pairing),
+        )
+        for index, pairing in enumerate(pairings)
+    ]
+    handles += [
+        Line2D(
+            [],
+            [],
+            color="none",
+            marker="o",
+            markerfacecolor=colours[name],
+            markeredgecolor="black",
+            label=name or "no class",
+        )
+        for name in [*classes, ""]
+    ]
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    ax.set_title(f"The {graph.graph['k']} strongest pairs of each pairing")
+    ax.set_axis_off()
+    return ax
+
+
+def _by_layer(graph: nx.MultiDiGraph) -> dict[str, np.ndarray]:
+    """Layers in columns; heads of a layer spread evenly, in the order of their numbers."""
+    layers: dict[int, list[str]] = {}
+    for node, data in sorted(graph.nodes(data=True), key=lambda n: (n[1]["layer"], n[1]["head"])):
+        layers.setdefault(data["layer"], []).append(node)
+    positions = {}
+    for column, (_, nodes) in enumerate(sorted(layers.items())):
+        for row, node in enumerate(nodes):
+            # Half a step up in every second column, so that straight edges miss the heads between.
+            height = row - (len(nodes) - 1) / 2 + 0.25 * (-1) ** column
+            positions[node] = np.array([float(column), -height])
+    return positions
+
+
+def _on_circles(graph: nx.MultiDiGraph) -> dict[str, np.ndarray]:
+    """Labelled heads inside, others outside, both clockwise from the top by layer and head."""
+    positions = {}
+    for radius, labelled in ((0.62, True), (1.0, False)):
+        ring = sorted(
+            (node for node, data in graph.nodes(data=True) if bool(data["head_class"]) == labelled),
+            key=lambda node: (graph.nodes[node]["layer"], graph.nodes[node]["head"]),
+        )
+        for index, node in enumerate(ring):
+            angle = math.pi / 2 - 2 * math.pi * index / len(ring)
+            positions[node] = radius * np.array([math.cos(angle), math.sin(angle)])
+    return positions
