@@ -239,8 +239,9 @@ class HeadAffinityResult:
             columns[f"{side}_kind"] = getattr(self, f"{side}_head_kind")
             columns[f"{side}_layer"] = layers
             columns[f"{side}_head"] = heads
-        columns["score"] = self.scores[where].cpu().numpy()
-        columns["normalized"] = self.normalized[where].cpu().numpy()
+        # As float64, whose rounded values print as they are.
+        columns["score"] = self.scores[where].cpu().double().numpy()
+        columns["normalized"] = self.normalized[where].cpu().double().numpy()
         return pd.DataFrame(columns)
 
     def score(self, source: tuple[int, int], target: tuple[int, int]) -> float:

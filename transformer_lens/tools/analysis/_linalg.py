@@ -17,6 +17,7 @@ from transformer_lens.tools.analysis._model_state import compute_dtype
 
 __all__ = [
     "KERNEL_LESS_DEVICE_TYPES",
+    "MODERATE",
     "clamped",
     "compute_dtype",
     "default_rtol",
@@ -30,6 +31,10 @@ __all__ = [
 
 #: Device types without kernels for the factorisations; these are computed on the CPU instead.
 KERNEL_LESS_DEVICE_TYPES = frozenset({"mps"})
+
+#: Entries up to this size, and largest entries down to its inverse, are no danger to float32: the
+#: squares of millions of them can be summed.
+MODERATE = 2.0**20
 
 
 def default_rtol(shape: Sequence[int], dtype: torch.dtype) -> float:
@@ -106,18 +111,21 @@ def clamped(values: torch.Tensor, upper: float, name: str) -> torch.Tensor:
 
 
 def unit_scaled(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide every matrix by a power of two so that its largest entry is about 1.
+    """Divide matrices by powers of two where their squares could overflow or vanish.
 
-    Squares of the entries (Gram matrices, norms) then neither overflow nor vanish, and since the
-    factor is a power of two no entry is rounded.
+    The largest entry of each comes out between ``1 / MODERATE`` and ``MODERATE``, so that Gram
+    matrices and norms are safe, and since the factors are powers of two no entry is rounded. A
+    stack that is moderate as it is, like nearly all trained weights, is returned without a copy.
 
     Returns:
         The scaled matrices, and the scales ``[..., 1, 1]`` with ``matrices = scaled * scale``. The
         scale of a matrix with an infinite or undefined entry is not finite either.
     """
+    peaks = torch.maximum(matrices.amax((-2, -1)), -matrices.amin((-2, -1)))[..., None, None]
+    if bool(((peaks <= MODERATE) & (peaks >= 1 / MODERATE)).all()):
+        return matrices, torch.ones_like(peaks)
     # Beyond these exponents a power of two, or its inverse, is no normal number.
     limit = -math.log2(torch.finfo(matrices.dtype).tiny)
-    peaks = torch.maximum(matrices.amax((-2, -1)), -matrices.amin((-2, -1)))[..., None, None]
     scales = peaks.log2().ceil().clamp(-limit, limit).exp2()
     scales = torch.where(peaks.isfinite(), scales, peaks)
     return matrices / scales, scales
