@@ -1,7 +1,7 @@
 """Per-head attention weights of a model, as matrices in residual-stream coordinates.
 
-Everything that knows how a ``TransformerBridge`` keeps its weights is here; the rest of the
-project sees :class:`RoleWeights`.
+How a ``TransformerBridge`` keeps its weights is known here and in ``_attention_layouts`` only; the
+rest of the project sees :class:`RoleWeights`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ import torch
 from jaxtyping import Float
 
 from transformer_lens.tools.analysis._arguments import ArgumentTypeError
+from transformer_lens.tools.analysis._attention_layouts import (
+    attention_layers,
+    head_matrices,
+    require_values,
+)
 from transformer_lens.tools.analysis._linalg import compute_dtype
 
 AttentionRole = Literal["Q", "K", "V", "O"]
@@ -61,18 +66,27 @@ def read_head_weights(
 
     Raises:
         ArgumentTypeError: If ``model`` is not a bridge.
-        NotImplementedError: For encoder-decoder models, and for weights that exist but cannot be
-            read as one matrix per head (multi-head latent attention, quantised, offloaded).
+        NotImplementedError: For encoder-decoder models, and for weights that cannot be read as one
+            matrix per head (multi-head latent attention, quantised, offloaded).
         ValueError: If the model has no attention layers, or weights are missing, of inconsistent
             shape, or empty.
     """
     architecture = architecture_name(model)
-    blocks = _attention_blocks(model, architecture)
+    if not callable(getattr(model, "blocks_with", None)):
+        raise ArgumentTypeError(
+            f"model must be a TransformerBridge, got {type(model).__name__}; load it with "
+            "TransformerBridge.boot_transformers(name)"
+        )
+    layers = attention_layers(model, architecture)
+    processed = bool(getattr(model, "compatibility_mode", False))
     weights = {
         role: RoleWeights(
             role=role,
-            layer_indices=tuple(layer for layer, _ in blocks),
-            matrices=tuple(_read(block, layer, role, architecture) for layer, block in blocks),
+            layer_indices=tuple(layer for layer, _ in layers),
+            matrices=tuple(
+                _read(attention, layer, role, architecture, processed)
+                for layer, attention in layers
+            ),
         )
         for role in roles
     }
@@ -127,52 +141,16 @@ def require_finite_heads(
             )
 
 
-def _attention_blocks(model: Any, architecture: str) -> list[tuple[int, Any]]:
-    blocks_with = getattr(model, "blocks_with", None)
-    if not callable(blocks_with):
-        raise ArgumentTypeError(
-            f"model must be a TransformerBridge, got {type(model).__name__}; load it with "
-            "TransformerBridge.boot_transformers(name)"
-        )
-    if any(hasattr(model, stack) for stack in ("encoder_blocks", "decoder_blocks")):
-        raise NotImplementedError(
-            f"{architecture} is an encoder-decoder model: its heads live in two residual streams, "
-            "and subspaces of different streams cannot be compared"
-        )
-    blocks = [(int(layer), block) for layer, block in blocks_with("attn")]
-    if not blocks:
-        raise ValueError(
-            f"No attention layers found in {architecture}: there are no heads to compare"
-        )
-    return blocks
-
-
-def _read(block: Any, layer: int, role: AttentionRole, architecture: str) -> torch.Tensor:
+def _read(
+    attention: Any, layer: int, role: AttentionRole, architecture: str, processed: bool
+) -> torch.Tensor:
     where = f"{architecture}, role {role}, layer {layer}"
-    try:
-        matrix = getattr(block.attn, f"W_{role}")
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{where}: no per-head weight can be read. {error}") from error
-    except (AttributeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{where}: no per-head weight can be read. {error}") from error
-    if not isinstance(matrix, torch.Tensor):
-        raise ArgumentTypeError(
-            f"{where}: the weight must be a tensor, got {type(matrix).__name__}"
-        )
-    if matrix.device.type == "meta":
-        raise NotImplementedError(
-            f"{where}: the weight is on the meta device, without values. Load the model without "
-            "disk offloading, or materialise it first"
-        )
+    matrix = head_matrices(attention, role, where, processed=processed)
+    require_values(matrix, where)
     if matrix.ndim != 3:
         raise ValueError(
             f"{where}: expected one matrix per head, a three-dimensional tensor, "
             f"got shape {tuple(matrix.shape)}"
-        )
-    if not matrix.is_floating_point():
-        raise ValueError(
-            f"{where}: the weight has dtype {matrix.dtype}, which holds codes and not values. "
-            "Load the model in a floating-point dtype"
         )
     if matrix.numel() == 0:
         raise ValueError(f"{where}: the weight is empty, of shape {tuple(matrix.shape)}")
