@@ -1,0 +1,1 @@
+"""Every architecture that TransformerLens lists, against the raw Hugging Face weights."""
