@@ -280,7 +280,10 @@ def _additive_fit(
         totals = np.concatenate([values.sum(1), values.sum(0)])
         source = np.arange(len(scores))
         target = len(scores) + np.arange(scores.shape[1])
-    inverse = np.linalg.pinv(normal, hermitian=True)
+    # What one side contributes may move to the other: the normal matrix is singular, and pinv's own
+    # tolerance is below the rounding of its eigenvalues.
+    tolerance = len(normal) * np.finfo(normal.dtype).eps
+    inverse = np.linalg.pinv(normal, tolerance, hermitian=True)
     effects = inverse @ totals
     variances = np.diag(inverse)
     expected = effects[source][:, None] + effects[target]
