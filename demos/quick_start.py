@@ -139,7 +139,7 @@ class Report:
             len(self.results), figsize=(7, 9), sharex=True, layout="constrained"
         )
         for result, ax in zip(self.results.values(), axes, strict=True):
-            plot_distribution(result, self.ambient_dim, ax=ax)
+            plot_distribution(result, ax=ax)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 

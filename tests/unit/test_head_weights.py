@@ -179,6 +179,6 @@ def test_new_falcon_is_read_from_the_fused_weight_that_the_bridge_splits_wrongly
 
 def test_new_falcon_is_refused_once_the_bridge_has_processed_its_wrong_split(new_falcon):
     bridge, _ = new_falcon
-    bridge.compatibility_mode = True
+    bridge._weights_processed = True
     with pytest.raises(NotImplementedError, match="role K, layer 0: .* enable_compatibility_mode"):
         attention_head_subspaces(bridge, ("K",))

@@ -73,6 +73,7 @@ def random_result(layers: int, heads: int, rank: int = 8, **changes) -> HeadAffi
         "target_rank": rank,
         "rank": None,
         "rtol": 1e-6,
+        "d_model": 32,
     }
     return HeadAffinityResult(**(fields | changes))
 
@@ -164,7 +165,7 @@ class TestAffinity:
 class TestDistribution:
     def test_the_histogram_holds_every_valid_score(self, results):
         result = results["OQ"]
-        ax = plot_distribution(result, 32)
+        ax = plot_distribution(result)
         values = result.scores[result.valid_mask].double().numpy()
         edges = np.array([[bar.get_x(), bar.get_x() + bar.get_width()] for bar in ax.patches])
         heights = np.array([bar.get_height() for bar in ax.patches])
@@ -176,7 +177,7 @@ class TestDistribution:
 
     def test_the_reference_is_the_normal_density_of_the_moments(self, results):
         result = results["OQ"]
-        ax = plot_distribution(result, 32)
+        ax = plot_distribution(result)
         curve = next(line for line in ax.lines if "normal" in line.get_label())
         moments = random_projection_kernel_moments(32, 8, 8)
         x, y = curve.get_data()
@@ -187,7 +188,7 @@ class TestDistribution:
 
     def test_both_means_are_marked_and_told(self, results):
         result = results["OQ"]
-        ax = plot_distribution(result, 32)
+        ax = plot_distribution(result)
         observed = result.scores[result.valid_mask].double().mean().item()
         marked = {
             line.get_label(): line.get_xdata()[0] for line in ax.lines if "mean" in line.get_label()
@@ -201,7 +202,7 @@ class TestDistribution:
     def test_heads_of_different_ranks_have_a_mixture_for_a_reference(self):
         ranks = torch.tensor([[8, 4], [8, 8]])
         result = random_result(2, 2, source_ranks=ranks)
-        ax = plot_distribution(result, 32)
+        ax = plot_distribution(result)
         x, y = next(line for line in ax.lines if "normal" in line.get_label()).get_data()
         # Both source heads of layer 0 have two pairs each.
         expected = np.zeros_like(x)
@@ -218,24 +219,24 @@ class TestDistribution:
     def test_truncated_heads_count_with_the_rank_they_kept(self):
         ranks = torch.full((2, 2), 8)
         result = random_result(2, 2, source_ranks=ranks, source_rank=2, target_rank=2)
-        ax = plot_distribution(result, 32)
+        ax = plot_distribution(result)
         assert any(line.get_label() == "mean of random subspaces: 0.12" for line in ax.lines)
 
     def test_subspaces_that_are_the_whole_space(self):
-        ax = plot_distribution(random_result(2, 2), 8)
+        ax = plot_distribution(random_result(2, 2, d_model=8))
         assert any(line.get_label() == "mean of random subspaces: 8.00" for line in ax.lines)
         ax.figure.canvas.draw()
 
     def test_other_metrics_have_no_reference(self, results):
         with pytest.raises(ValueError, match="'relative_projection_kernel'"):
-            plot_distribution(results["OQ"].relative(), 32)
+            plot_distribution(results["OQ"].relative())
 
-    def test_an_ambient_dimension_smaller_than_a_rank(self, results):
-        with pytest.raises(ValueError, match="rank must be between 1 and 4"):
-            plot_distribution(results["OQ"], 4)
+    def test_a_result_that_does_not_know_the_ambient_dimension(self):
+        with pytest.raises(ValueError, match="does not know the width of the residual stream"):
+            plot_distribution(random_result(2, 2, d_model=None))
 
 
-DRAW = [plot_affinity, lambda result, ax=None: plot_distribution(result, 32, ax=ax)]
+DRAW = [plot_affinity, plot_distribution]
 
 
 @pytest.mark.parametrize("draw", DRAW, ids=["affinity", "distribution"])

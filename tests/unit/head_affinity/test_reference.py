@@ -208,10 +208,10 @@ def random_heads():
 def test_informativeness_by_hand(random_heads):
     """On scores that leave no possible bin empty, and on random ones, which do."""
     result = attention_head_subspace_affinity(random_heads, target_role="Q")
-    assert informativeness(result, 512).divergence == np.inf
+    assert informativeness(result).divergence == np.inf
     spread = torch.zeros_like(result.scores)
     spread[result.valid_mask] = torch.linspace(0, 2, 3600, dtype=torch.float64)
-    found = informativeness(toy_result(result, spread), 512)
+    found = informativeness(toy_result(result, spread))
     scores = spread[result.valid_mask].numpy()
     deviation = np.sqrt(2 * 16**2 * 496**2 / (512**2 * 511 * 514))
     expected = divergence(scores, 16, 0.5, deviation)
@@ -228,7 +228,7 @@ def test_the_table_has_all_roles_and_the_same_numbers(random_heads):
     table = informativeness_table(random_heads).set_index(["source_role", "target_role"])
     assert len(table) == 4
     result = attention_head_subspace_affinity(random_heads, target_role="Q")
-    assert table.loc[("O", "Q"), "divergence"] == informativeness(result, 512).divergence
+    assert table.loc[("O", "Q"), "divergence"] == informativeness(result).divergence
     backward = random_heads.overlap("Q", "O")[0, :, 1, :]
     assert table.loc[("Q", "O"), "mean"] == pytest.approx(float(backward.mean()))
 
@@ -239,7 +239,7 @@ def test_ranks_that_differ_make_a_mixture():
     frames[0, 0, :, 1:] = 0
     subspaces = subspaces_of(O=frames, K=haar(generator, 2, 4, 12, 2))
     result = attention_head_subspace_affinity(subspaces, target_role="K")
-    found = informativeness(result, 12)
+    found = informativeness(result)
     assert found.reference_mean == pytest.approx((3 * 3 * 2 / 12 + 1 * 2 / 12) / 4)
     assert found.edges[-1] == 2
     expected = 0.75 * scipy.stats.norm.cdf(1, 0.5, np.sqrt(random_variance(12, 3, 2)))
@@ -257,7 +257,7 @@ def random_variance(d, p, q):
 def test_only_projection_kernels_are_informative(random_heads):
     result = attention_head_subspace_affinity(random_heads, target_role="Q").relative()
     with pytest.raises(ValueError, match="relative_projection_kernel"):
-        informativeness(result, 512)
+        informativeness(result)
 
 
 # --- calibration of the nulls -----------------------------------------------------------------
@@ -527,8 +527,12 @@ def test_benjamini_hochberg():
 def test_refusals(monkeypatch):
     model, _ = toy_models.gpt2()
     result = attention_head_subspace_affinity(model, target_role="Q")
-    with pytest.raises(ValueError, match="needs the model"):
-        significance(result, null="rotation")
+    with pytest.raises(ValueError, match="anisotropic null of projection_kernel needs the model"):
+        significance(result)
+    with pytest.raises(ValueError, match="rotation null of simple_composition_score needs the mod"):
+        significance(simple_composition_score(model, target_role="Q"), null="rotation")
+    with pytest.raises(ValueError, match="does not know the width of the residual stream"):
+        significance(replace(result, d_model=None), null="rotation")
     with pytest.raises(ValueError, match="null must be one of"):
         significance(result, model, null="haar")
     with pytest.raises(ValueError, match="anisotropic null is known for"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -55,3 +56,15 @@ def require_flag(value: Any, name: str) -> None:
     """Refuse ``value`` unless it is ``True`` or ``False``."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be a Boolean, got {value!r}")
+
+
+def warn_if_states_differ(states: Iterable[str], *, stacklevel: int = 3) -> None:
+    """Warn that raw and folded weights are about to be compared, on behalf of the caller."""
+    if len(set(states)) > 1:
+        warnings.warn(
+            "these come from different states of the weights, raw and folded "
+            "(enable_compatibility_mode()), which changes subspaces and scores; what differs may "
+            "be that",
+            UserWarning,
+            stacklevel=stacklevel,
+        )

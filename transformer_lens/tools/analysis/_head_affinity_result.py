@@ -12,7 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from transformer_lens.tools.analysis._arguments import ArgumentTypeError, Rank, require_integer
-from transformer_lens.tools.analysis._head_weights import AttentionRole, HeadKind
+from transformer_lens.tools.analysis._head_weights import (
+    AttentionRole,
+    HeadKind,
+    Stream,
+    WeightState,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,14 +77,20 @@ class HeadAffinityResult:
         source_role, target_role: Which of a head's matrices each axis stands for.
         source_layer_indices, target_layer_indices: Block numbers of the layer axes.
         source_head_kind, target_head_kind: Whether a head axis counts query or key-value heads.
-        source_ranks, target_ranks: Measured ranks ``[layer, head]``, before any truncation.
+        source_ranks, target_ranks: Measured ranks ``[layer, head]``, before any truncation; 0 for
+            heads that a layer lacks, where layers differ in their number.
         source_rank, target_rank: Largest number of directions that any head retained.
         rank: The ``rank`` that was asked for.
         rtol: The relative singular-value threshold that was applied.
-        layer_order: ``"forward"``: earlier to strictly later layers. ``"distinct"``: every
+        layer_order: ``"forward"``: earlier to strictly later layers (from O to crossQ, which comes
+            after it in a block, the same layer too). ``"distinct"``: every
             unordered pair of different heads once. ``"all"``: every pair; within one role, every
             ordered pair of different heads.
         metric: What the scores are.
+        d_model: Width of the residual stream; ``None`` if it was not recorded.
+        weights: ``"raw"`` as the checkpoint has them, or ``"folded"`` once the model was processed
+            (norms folded in, writing weights centred), which changes subspaces and scores.
+        stream: Whose heads these are in an encoder-decoder model.
     """
 
     scores: Float[torch.Tensor, "source_layer source_head target_layer target_head"]
@@ -99,6 +110,9 @@ class HeadAffinityResult:
     rtol: float
     layer_order: LayerOrder = "forward"
     metric: str = "projection_kernel"
+    d_model: int | None = None
+    weights: WeightState = "raw"
+    stream: Stream | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.source_ranks.shape) + tuple(self.target_ranks.shape)

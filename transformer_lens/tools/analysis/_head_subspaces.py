@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 
 from transformer_lens.tools.analysis._arguments import (
     Rank,
-    require_choice,
     require_integer,
     require_tolerance,
 )
@@ -21,12 +20,12 @@ from transformer_lens.tools.analysis._head_weights import (
     ROLES,
     AttentionRole,
     HeadKind,
-    RoleWeights,
-    architecture_name,
-    home_device,
+    HeadWeights,
+    Stream,
+    WeightState,
     read_head_weights,
     require_finite_heads,
-    shared_compute_dtype,
+    require_role,
 )
 from transformer_lens.tools.analysis._linalg import (
     clamped,
@@ -51,11 +50,12 @@ class RoleSubspaces:
     """The subspaces of one role, one per head.
 
     Attributes:
-        role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
+        role: ``"Q"``, ``"K"``, ``"V"``, ``"O"``, ``"crossQ"`` or ``"rotaryK"``.
         layer_indices: Block numbers of the layer axes.
         bases: Orthonormal bases. A head that retains fewer directions than the widest one ends in
             zero columns.
-        ranks: Measured ranks (int64), before truncation by ``rank``.
+        ranks: Measured ranks (int64), before truncation by ``rank``. 0 too for heads that a layer
+            lacks, where layers differ in their number.
     """
 
     role: AttentionRole
@@ -70,7 +70,7 @@ class RoleSubspaces:
 
     @property
     def heads(self) -> int:
-        """Heads per layer."""
+        """Heads per layer, in the layer that has most."""
         return self.ranks.shape[1]
 
     @property
@@ -99,14 +99,23 @@ class HeadSubspaces:
         by_role: The extracted roles.
         rank: The ``rank`` that was asked for.
         rtol: The relative singular-value threshold that was applied.
+        weights: ``"raw"`` as the checkpoint has them, or ``"folded"`` by the bridge's processing.
+        stream: Whose heads these are in an encoder-decoder model.
     """
 
     by_role: Mapping[AttentionRole, RoleSubspaces]
     rank: Rank
     rtol: float
+    weights: WeightState = "raw"
+    stream: Stream | None = None
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return next(iter(self.by_role.values())).bases.shape[-2]
 
     def __getitem__(self, role: AttentionRole) -> RoleSubspaces:
-        require_choice(role, ROLES, "role")
+        require_role(role, "role")
         if role not in self.by_role:
             raise ValueError(
                 f"role {role} was not extracted, only {list(self.by_role)}; ask for it with "
@@ -167,17 +176,24 @@ def attention_head_subspaces(
     *,
     rank: Rank = None,
     rtol: float | None = None,
+    stream: Stream | None = None,
 ) -> HeadSubspaces:
     """Orthonormal bases of what every attention head reads and writes.
 
     Args:
         model: A ``TransformerBridge``. It is not changed.
-        roles: Which of ``"Q"``, ``"K"``, ``"V"``, ``"O"`` to extract.
+        roles: Which of ``"Q"``, ``"K"``, ``"V"``, ``"O"`` to extract, and of the two that only some
+            models have: ``"crossQ"``, the queries of a decoder's cross-attention, and
+            ``"rotaryK"``, the rotary key that all heads of a layer share in multi-head latent
+            attention. There, ``K`` is what each head's own part of the key reads, and ``Q`` what
+            the whole query does.
         rank: ``None``: every head must have full column rank. A number: keep that many leading
             singular directions of every head. ``"measured"``: every head keeps as many as it has,
             down to none for a pruned head.
         rtol: Singular values up to ``rtol`` times the head's largest count as zero. Default:
             ``max(d_model, d_head) * eps`` of the dtype computed in.
+        stream: Of an encoder-decoder model, ``"encoder"`` or ``"decoder"``: their heads live in two
+            residual streams.
 
     Returns:
         Bases ``[layer, head, d_model, rank]``, measured ranks, layer numbers and head kinds. They
@@ -187,10 +203,10 @@ def attention_head_subspaces(
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if the model has no attention
-            layers, or if a head has non-finite weights or a smaller rank than asked for. The
-            message names role, layer and head.
+            layers, or not the role or stream that is asked for, or if a head has non-finite weights
+            or a smaller rank than asked for. The message names role, layer and head.
         NotImplementedError: If the weights cannot be read per head, or if the model has two
-            residual streams (encoder-decoder).
+            residual streams (encoder-decoder) and ``stream`` does not choose.
 
     Example:
         >>> subspaces = attention_head_subspaces(model, roles=("O", "K"))
@@ -200,64 +216,65 @@ def attention_head_subspaces(
     roles = tuple(dict.fromkeys(roles))
     if not roles:
         raise ValueError(f"roles must name at least one of {list(ROLES)}")
-    for role in roles:
-        require_choice(role, ROLES, "role")
-    weights = read_head_weights(model, roles)
-    architecture = architecture_name(model)
+    weights = read_head_weights(model, roles, stream=stream)
 
-    sizes = [role_weights.shape for role_weights in weights.values()]
+    sizes = [
+        tuple(matrix.shape)
+        for role_weights in weights.values()
+        for matrix in role_weights.matrices
+        if len(matrix)
+    ]
     if rank != "measured" and rank is not None:
         rank = require_integer(rank, "rank", maximum=min(min(size[1:]) for size in sizes))
-    dtype = shared_compute_dtype(weights)
+    dtype = weights.compute_dtype
     threshold = (
         default_rtol([max(size[1:]) for size in sizes], dtype)
         if rtol is None
         else require_tolerance(rtol, "rtol")
     )
 
-    device = home_device(model, weights)
-    with exact_arithmetic(device):
-        by_role = {
-            role: _extract(weights[role], rank, threshold, dtype, device, architecture)
-            for role in roles
-        }
-    return HeadSubspaces(by_role=MappingProxyType(by_role), rank=rank, rtol=threshold)
+    with exact_arithmetic(weights.device):
+        by_role = {role: _extract(weights, role, rank, threshold, dtype) for role in roles}
+    return HeadSubspaces(
+        by_role=MappingProxyType(by_role),
+        rank=rank,
+        rtol=threshold,
+        weights=weights.state,
+        stream=weights.stream,
+    )
 
 
 def _extract(
-    weights: RoleWeights,
-    rank: Rank,
-    rtol: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    architecture: str,
+    weights: HeadWeights, role: AttentionRole, rank: Rank, rtol: float, dtype: torch.dtype
 ) -> RoleSubspaces:
-    heads, d_model, d_head = weights.shape
-    layers = len(weights.matrices)
+    layer_indices, matrices = weights[role].layer_indices, weights[role].matrices
+    heads, d_model, d_head = weights[role].shape
     width = rank if isinstance(rank, int) else min(d_model, d_head)
-    bases = torch.empty(layers, heads, d_model, width, dtype=dtype, device=device)
-    ranks = torch.empty(layers, heads, dtype=torch.int64, device=device)
+    # Zeros stay where a layer has fewer or narrower heads than others.
+    bases = torch.zeros(len(matrices), heads, d_model, width, dtype=dtype, device=weights.device)
+    ranks = torch.zeros(len(matrices), heads, dtype=torch.int64, device=weights.device)
     bytes_per_head = _COPIES_PER_CHUNK * d_model * d_head * bases.element_size()
     chunk = max(1, _CHUNK_BYTES // bytes_per_head)
-    for position, (layer, matrix) in enumerate(
-        zip(weights.layer_indices, weights.matrices, strict=True)
-    ):
-        for start in range(0, heads, chunk):
-            some = slice(start, start + chunk)
-            stack = matrix[some].to(device=device, dtype=dtype)
+    for position, (layer, matrix) in enumerate(zip(layer_indices, matrices, strict=True)):
+        own_heads, _, own_width = matrix.shape
+        kept = min(width, own_width)
+        for start in range(0, own_heads, chunk):
+            some = slice(start, min(start + chunk, own_heads))
+            stack = matrix[some].to(device=weights.device, dtype=dtype)
             scaled, scales = unit_scaled(stack)
-            require_finite_heads(scales, weights.role, layer, architecture, first_head=start)
-            bases[position, some], ranks[position, some] = _frames(scaled, rank, width, rtol)
+            require_finite_heads(scales, role, layer, weights.architecture, first_head=start)
+            frames, ranks[position, some] = _frames(scaled, rank, kept, rtol)
+            bases[position, some, :, :kept] = frames
             for head, measured in enumerate(ranks[position, some].tolist(), start):
-                needed = d_head if rank is None else 0 if rank == "measured" else rank
+                needed = own_width if rank is None else 0 if rank == "measured" else rank
                 if measured < needed:
                     raise ValueError(
-                        f"{architecture}, role {weights.role}, layer {layer}, head {head}: "
+                        f"{weights.architecture}, role {role}, layer {layer}, head {head}: "
                         f"measured rank {measured} is below {needed}, the rank asked for "
                         f"(rank={rank!r}, rtol={rtol:.3g}). Pass rank='measured' to let every head "
                         "keep its own rank"
                     )
-    return RoleSubspaces(weights.role, weights.layer_indices, bases, ranks)
+    return RoleSubspaces(role, layer_indices, bases, ranks)
 
 
 def _frames(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -9,7 +10,14 @@ from jaxtyping import Bool
 
 from transformer_lens.tools.analysis._arguments import require_choice
 from transformer_lens.tools.analysis._head_affinity_result import LayerOrder
-from transformer_lens.tools.analysis._head_weights import ROLES, AttentionRole
+from transformer_lens.tools.analysis._head_weights import (
+    ALL_ROLES,
+    AttentionRole,
+    require_role,
+)
+
+#: Two names of roles in a row.
+_PAIRING = re.compile("({0})({0})".format("|".join((*ALL_ROLES, "crossK", "crossV"))))
 
 
 @runtime_checkable  # beartype checks arguments by isinstance
@@ -26,10 +34,20 @@ class RoleAxes(Protocol):
     def heads(self) -> int: ...
 
 
+def roles_of(pairing: str) -> tuple[AttentionRole, AttentionRole]:
+    """Source and target role of a pairing such as ``"OQ"`` or ``"OcrossQ"``."""
+    match = _PAIRING.fullmatch(pairing) if isinstance(pairing, str) else None
+    if match is None:
+        raise ValueError(
+            f"a pairing is two roles in a row, such as 'OQ' or 'OcrossQ', got {pairing!r}"
+        )
+    return cast(tuple[AttentionRole, AttentionRole], match.groups())
+
+
 def resolve_layer_order(source_role: str, target_role: str, layer_order: str | None) -> LayerOrder:
     """The order to use, once roles and order are known to go together."""
-    require_choice(source_role, ROLES, "source_role")
-    require_choice(target_role, ROLES, "target_role")
+    require_role(source_role, "source_role")
+    require_role(target_role, "target_role")
     if source_role == target_role:
         orders: tuple[LayerOrder, ...] = ("distinct", "forward", "all")
     elif source_role == "O":
@@ -60,6 +78,9 @@ def pair_mask(
     shape = (len(source_layers), source.heads, len(target_layers), target.heads)
     if layer_order == "forward":
         earlier = source_layers[:, None] < target_layers
+        if (source.role, target.role) == ("O", "crossQ"):
+            # Cross-attention comes after the self-attention of its own block.
+            earlier |= source_layers[:, None] == target_layers
         return earlier[:, None, :, None].expand(shape).contiguous()
     pairs = torch.ones(shape[0] * shape[1], shape[2] * shape[3], dtype=torch.bool)
     if layer_order == "distinct":

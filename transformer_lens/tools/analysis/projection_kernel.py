@@ -25,7 +25,7 @@ in and scores differ a little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from transformer_lens.tools.analysis._arguments import (
     ArgumentTypeError,
@@ -42,8 +42,13 @@ from transformer_lens.tools.analysis._head_subspaces import (
     RoleSubspaces,
     attention_head_subspaces,
 )
-from transformer_lens.tools.analysis._head_weights import AttentionRole, HeadKind
-from transformer_lens.tools.analysis._pairings import pair_mask, resolve_layer_order
+from transformer_lens.tools.analysis._head_weights import (
+    AttentionRole,
+    HeadKind,
+    Stream,
+    WeightState,
+)
+from transformer_lens.tools.analysis._pairings import pair_mask, resolve_layer_order, roles_of
 from transformer_lens.tools.analysis._subspace import (
     ProjectionKernelResult,
     RandomSubspaceReference,
@@ -64,7 +69,9 @@ __all__ = [
     "ProjectionKernelResult",
     "RandomSubspaceReference",
     "RoleSubspaces",
+    "Stream",
     "SubspaceBasis",
+    "WeightState",
     "attention_head_affinities",
     "attention_head_subspace_affinity",
     "attention_head_subspaces",
@@ -82,6 +89,7 @@ def attention_head_subspace_affinity(
     layer_order: LayerOrder | None = None,
     rank: Rank = None,
     rtol: float | None = None,
+    stream: Stream | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
     """Projection Kernels between the heads of a model, for one pairing of roles.
@@ -93,13 +101,16 @@ def attention_head_subspace_affinity(
     Args:
         model: A ``TransformerBridge``, or the :class:`HeadSubspaces` of one.
         source_role: ``"O"``, or the same as ``target_role``.
-        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
-        layer_order: Which pairs. ``"forward"``, the default from O to Q, K and V: source layer
-            strictly before target layer. ``"distinct"``, the default within one role and possible
+        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``; ``"crossQ"`` and ``"rotaryK"`` in models
+            that have them, as in :func:`attention_head_subspaces`.
+        layer_order: Which pairs. ``"forward"``, the default from O to what reads: source layer
+            strictly before target layer, and for ``"crossQ"``, which comes after O in a block, the
+            same layer too. ``"distinct"``, the default within one role and possible
             only there: every unordered pair of different heads once, in the order of layer and
             head. ``"all"``: every pair; within one role, every ordered pair of different heads.
         rank: As in :func:`attention_head_subspaces`.
         rtol: As in :func:`attention_head_subspaces`.
+        stream: As in :func:`attention_head_subspaces`.
         progress: ``True`` for a progress bar, ``False`` for none, ``None`` for one that appears
             when the work takes more than a few seconds.
 
@@ -120,7 +131,7 @@ def attention_head_subspace_affinity(
         12 forward pairs, best L0H0 -> L1H1 at 4)
     """
     order = resolve_layer_order(source_role, target_role, layer_order)
-    subspaces = _subspaces_of(model, (source_role, target_role), rank, rtol)
+    subspaces = _subspaces_of(model, (source_role, target_role), rank, rtol, stream)
     return _affinity(subspaces, source_role, target_role, order, progress)
 
 
@@ -131,15 +142,17 @@ def attention_head_affinities(
     layer_order: LayerOrder | None = None,
     rank: Rank = None,
     rtol: float | None = None,
+    stream: Stream | None = None,
     progress: bool | None = None,
 ) -> dict[str, HeadAffinityResult]:
     """Several pairings of :func:`attention_head_subspace_affinity` from one extraction.
 
     Args:
         model: A ``TransformerBridge``, or the :class:`HeadSubspaces` of one.
-        pairings: Source and target role in two letters each: ``"OQ"``, ``"OK"``, ``"OV"``,
-            ``"QQ"``, ``"KK"``, ``"VV"``, ``"OO"``.
-        layer_order, rank, rtol, progress: As in :func:`attention_head_subspace_affinity`.
+        pairings: Source and target role in one word each: ``"OQ"``, ``"OK"``, ``"OV"``, ``"QQ"``,
+            ``"KK"``, ``"VV"``, ``"OO"``; where there are such roles ``"OcrossQ"``, ``"OrotaryK"``
+            and these two roles with themselves.
+        layer_order, rank, rtol, stream, progress: As in :func:`attention_head_subspace_affinity`.
 
     Returns:
         A result per pairing, by its name and in the order given.
@@ -157,34 +170,32 @@ def attention_head_affinities(
         raise ArgumentTypeError(
             f"pairings must be a sequence of pairings such as ('OQ', 'OK'), got {pairings!r}"
         )
-    orders = {}
-    for pairing in pairings:
-        if not (isinstance(pairing, str) and len(pairing) == 2):
-            raise ValueError(f"a pairing is two role letters such as 'OQ', got {pairing!r}")
-        orders[pairing] = resolve_layer_order(pairing[0], pairing[1], layer_order)
-    subspaces = _subspaces_of(model, "".join(orders), rank, rtol)
+    roles = {pairing: roles_of(pairing) for pairing in pairings}
+    orders = {
+        pairing: resolve_layer_order(*both, layer_order=layer_order)
+        for pairing, both in roles.items()
+    }
+    subspaces = _subspaces_of(
+        model, [role for both in roles.values() for role in both], rank, rtol, stream
+    )
     return {
-        pairing: _affinity(
-            subspaces,
-            cast(AttentionRole, pairing[0]),
-            cast(AttentionRole, pairing[1]),
-            order,
-            progress,
-        )
-        for pairing, order in orders.items()
+        pairing: _affinity(subspaces, *both, orders[pairing], progress)
+        for pairing, both in roles.items()
     }
 
 
 def _subspaces_of(
-    model: Any, roles: Sequence[str], rank: Rank, rtol: float | None
+    model: Any,
+    roles: Sequence[AttentionRole],
+    rank: Rank,
+    rtol: float | None,
+    stream: Stream | None,
 ) -> HeadSubspaces:
     if not isinstance(model, HeadSubspaces):
-        return attention_head_subspaces(
-            model, cast(Sequence[AttentionRole], roles), rank=rank, rtol=rtol
-        )
-    if rank is not None or rtol is not None:
+        return attention_head_subspaces(model, roles, rank=rank, rtol=rtol, stream=stream)
+    if rank is not None or rtol is not None or stream is not None:
         raise ValueError(
-            "rank and rtol were decided when the subspaces were extracted; pass them to "
+            "rank, rtol and stream were decided when the subspaces were extracted; pass them to "
             "attention_head_subspaces"
         )
     return model
@@ -222,4 +233,7 @@ def _affinity(
         rank=subspaces.rank,
         rtol=subspaces.rtol,
         layer_order=layer_order,
+        d_model=subspaces.d_model,
+        weights=subspaces.weights,
+        stream=subspaces.stream,
     )

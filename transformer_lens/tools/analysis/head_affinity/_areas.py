@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from transformer_lens.tools.analysis._head_weights import WeightState
 from transformer_lens.tools.analysis.head_affinity.labels import Head, HeadLabels
 
 #: What can be computed from scores and labels.
@@ -67,13 +68,14 @@ class Evaluation:
     """What both evaluations have in common.
 
     Attributes:
-        metric, pairing: Of the result that was evaluated.
+        metric, pairing, weight_state: Of the result that was evaluated.
         labels: The labels.
         heads: The heads that were evaluated, ``(layer, query head)``.
     """
 
     metric: str
     pairing: str
+    weight_state: WeightState
     labels: HeadLabels
     heads: tuple[Head, ...]
 

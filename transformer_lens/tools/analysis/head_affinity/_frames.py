@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +12,15 @@ from transformer_lens.tools.analysis._head_weights import (
     HEAD_KINDS,
     AttentionRole,
     HeadKind,
-    RoleWeights,
+    HeadWeights,
     require_finite_heads,
 )
-from transformer_lens.tools.analysis._linalg import numerical_ranks, thin_qr, unit_scaled
+from transformer_lens.tools.analysis._linalg import (
+    default_rtol,
+    numerical_ranks,
+    thin_qr,
+    unit_scaled,
+)
 
 #: The other matrix of the circuit that a role's matrix is one side of: OV, VO, QK, KQ.
 CIRCUIT_PARTNERS: dict[AttentionRole, AttentionRole] = {"O": "V", "V": "O", "Q": "K", "K": "Q"}
@@ -66,22 +71,24 @@ class HeadFrames:
         )
 
 
-@dataclass(frozen=True)
 class FrameReader:
     """Turns weights into frames, one layer at a time.
 
     Attributes:
-        weights: The roles' weights.
-        architecture: What errors call the model.
-        device, dtype: Where, and in which precision.
         rtol: Relative singular-value threshold of the ranks.
     """
 
-    weights: Mapping[AttentionRole, RoleWeights]
-    architecture: str
-    device: torch.device
-    dtype: torch.dtype
-    rtol: float
+    def __init__(self, weights: HeadWeights) -> None:
+        for role, role_weights in weights.items():
+            if not role_weights.uniform:
+                raise NotImplementedError(
+                    f"{weights.architecture}, role {role}: layers differ in the number or width of "
+                    "their heads, which this metric does not allow for. The Projection Kernel does "
+                    "(attention_head_subspace_affinity)"
+                )
+        self._weights = weights
+        self._dtype = weights.compute_dtype
+        self.rtol = default_rtol([max(role.shape[1:]) for role in weights.values()], self._dtype)
 
     def single(self, role: AttentionRole) -> HeadFrames:
         """A role's own matrices: ``W_Oᵀ``, ``W_Q``, ``W_K`` or ``W_V``."""
@@ -134,10 +141,11 @@ class FrameReader:
         self, role: AttentionRole, position: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A layer's matrices at unit scale, the scales, and their QR factors R."""
-        weights = self.weights[role]
-        stack = weights.matrices[position].to(device=self.device, dtype=self.dtype)
+        weights = self._weights[role]
+        stack = weights.matrices[position].to(device=self._weights.device, dtype=self._dtype)
         scaled, scales = unit_scaled(stack)
-        require_finite_heads(scales, role, weights.layer_indices[position], self.architecture)
+        layer = weights.layer_indices[position]
+        require_finite_heads(scales, role, layer, self._weights.architecture)
         return scaled, scales.flatten(), thin_qr(scaled)[1]
 
     def _groups(
@@ -146,10 +154,10 @@ class FrameReader:
         """How many query heads share each head of the two stacks; one of the numbers is 1."""
         query_heads = max(len(own), len(partner))
         if query_heads % len(own) or query_heads % len(partner):
-            layer = self.weights[role].layer_indices[position]
+            layer = self._weights[role].layer_indices[position]
             raise ValueError(
-                f"{self.architecture}, layer {layer}: {query_heads} query heads cannot share "
-                f"{min(len(own), len(partner))} key-value heads evenly"
+                f"{self._weights.architecture}, layer {layer}: {query_heads} query heads cannot "
+                f"share {min(len(own), len(partner))} key-value heads evenly"
             )
         return query_heads // len(own), query_heads // len(partner)
 
@@ -159,7 +167,7 @@ class FrameReader:
         kind: HeadKind,
         read_layer: Callable[[AttentionRole, int], _Layer],
     ) -> HeadFrames:
-        layers = self.weights[role].layer_indices
+        layers = self._weights[role].layer_indices
         first = read_layer(role, 0)
         # Filled in place: stacking a list would hold all frames twice.
         stacks = [part.new_empty(len(layers), *part.shape) for part in first]

@@ -11,15 +11,8 @@ from jaxtyping import Float
 
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis._head_subspaces import RoleSubspaces
-from transformer_lens.tools.analysis._head_weights import (
-    AttentionRole,
-    architecture_name,
-    home_device,
-    read_head_weights,
-    shared_compute_dtype,
-)
+from transformer_lens.tools.analysis._head_weights import AttentionRole, read_head_weights
 from transformer_lens.tools.analysis._linalg import (
-    default_rtol,
     exact_arithmetic,
     singular_values,
     thin_qr,
@@ -27,7 +20,10 @@ from transformer_lens.tools.analysis._linalg import (
 )
 from transformer_lens.tools.analysis._pairwise_overlap import with_progress
 from transformer_lens.tools.analysis.head_affinity._frames import CIRCUIT_PARTNERS, FrameReader
-from transformer_lens.tools.analysis.head_affinity.informativeness import rank_pairs
+from transformer_lens.tools.analysis.head_affinity.informativeness import (
+    ambient_dimension,
+    rank_pairs,
+)
 from transformer_lens.tools.analysis.head_affinity.reference import (
     OverlapReference,
     random_overlap_reference,
@@ -46,10 +42,10 @@ _NORMAL_MAD = 1.4826022185056018
 Verdicts = tuple[Float[np.ndarray, "source target"], Float[np.ndarray, "source target"]]
 
 
-def by_rotation(result: HeadAffinityResult, model: Any, d_model: int) -> Verdicts:
+def by_rotation(result: HeadAffinityResult, model: Any) -> Verdicts:
     """Every head turned at random."""
     spectra = _spectra(result, model)
-    reference = random_overlap_reference(*spectra, d_model)
+    reference = random_overlap_reference(*spectra, ambient_dimension(result))
     overlaps = _flat(result.scores)
     if "composition" in result.metric:
         # Square roots of overlaps. Their moments have no closed form, those of the squares do.
@@ -73,14 +69,8 @@ def _spectra(result: HeadAffinityResult, model: Any) -> tuple[np.ndarray, np.nda
     circuits = result.metric == "composition_score"
     own = (result.source_role, result.target_role)
     roles = dict.fromkeys(own + tuple(CIRCUIT_PARTNERS[role] for role in own) * circuits)
-    weights = read_head_weights(model, list(roles))
-    reader = FrameReader(
-        weights,
-        architecture_name(model),
-        home_device(model, weights),
-        shared_compute_dtype(weights),
-        default_rtol([max(role.shape[1:]) for role in weights.values()], torch.float32),
-    )
+    weights = read_head_weights(model, list(roles), stream=result.stream)
+    reader = FrameReader(weights)
 
     def spectrum(role: AttentionRole) -> np.ndarray:
         frames = reader.circuit(role) if circuits else reader.single(role)
@@ -91,7 +81,7 @@ def _spectra(result: HeadAffinityResult, model: Any) -> tuple[np.ndarray, np.nda
         norms = np.sqrt((squares**2).sum(1, keepdims=True))
         return squares / np.where(norms > 0, norms, 1)
 
-    with exact_arithmetic(reader.device):
+    with exact_arithmetic(weights.device):
         return spectrum(own[0]), spectrum(own[1])
 
 

@@ -11,6 +11,7 @@ from transformer_lens.tools.analysis._arguments import (
     require_choice,
     require_instance,
     require_integer,
+    warn_if_states_differ,
 )
 from transformer_lens.tools.analysis.head_affinity._areas import STATISTICS, Evaluation, Statistic
 
@@ -109,6 +110,9 @@ def paired_difference(
     Raises:
         ValueError: As in :func:`bootstrap_interval`.
 
+    Warns:
+        UserWarning: If some were computed from raw and some from folded weights.
+
     Example:
         >>> from transformer_lens.tools.analysis.head_affinity.evaluation import *
         >>> result = attention_head_subspace_affinity(model, target_role="K")
@@ -117,7 +121,9 @@ def paired_difference(
         >>> paired_difference(detection, detection, resamples=100)
         0.000 [0.000, 0.000] (95%)
     """
-    return _interval([_as_group(first), _as_group(second)], statistic, level, resamples, seed)
+    groups = [_as_group(first), _as_group(second)]
+    warn_if_states_differ(evaluation.weight_state for group in groups for evaluation in group)
+    return _interval(groups, statistic, level, resamples, seed)
 
 
 def _interval(

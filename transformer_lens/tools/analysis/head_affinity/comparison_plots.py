@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from transformer_lens.tools.analysis._arguments import require_instance
+from transformer_lens.tools.analysis._arguments import (
+    require_instance,
+    warn_if_states_differ,
+)
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
+from transformer_lens.tools.analysis._pairings import roles_of
 from transformer_lens.tools.analysis.head_affinity._figures import (
     COLOURS,
     GREY,
@@ -56,6 +60,9 @@ def plot_scatter(
         ValueError: If the two do not score the same pairs, or ``top_share`` is not between 0 and 1.
         ImportError: If matplotlib is not installed.
 
+    Warns:
+        UserWarning: If one was computed from raw and the other from folded weights.
+
     Example:
         >>> result = attention_head_subspace_affinity(model, target_role="K")
         >>> plot_scatter(result, result.relative()).get_xlabel()
@@ -63,10 +70,12 @@ def plot_scatter(
     """
     for name, value in (("result", result), ("other", other)):
         require_instance(value, HeadAffinityResult, name)
+    warn_if_states_differ([result.weights, other.weights])
     if not 0 < top_share < 1:
         raise ValueError(f"top_share must lie between 0 and 1, got {top_share!r}")
     valid = result.valid_mask.cpu()
-    if result.pairing != other.pairing or not valid.equal(other.valid_mask.cpu()):
+    axes = (result.pairing, result.stream), (other.pairing, other.stream)
+    if axes[0] != axes[1] or not valid.equal(other.valid_mask.cpu()):
         raise ValueError(f"the two results must score the same pairs, got {result!r} and {other!r}")
     x, y = (r.scores.cpu()[valid].double().numpy() for r in (result, other))
     if not len(x):
@@ -85,7 +94,7 @@ def plot_scatter(
     )
     ax.set_xlabel(metric_name(result.metric))
     ax.set_ylabel(metric_name(other.metric))
-    arrow = "→".join(result.pairing)
+    arrow = "→".join(roles_of(result.pairing))
     ax.set_title(f"{arrow}, {len(x):,} {result.layer_order} pairs")
     ax.legend(loc="lower right")
     return ax
@@ -109,6 +118,9 @@ def plot_detection(
         ValueError: If there is none.
         ImportError: If matplotlib or scikit-learn is not installed.
 
+    Warns:
+        UserWarning: If some were computed from raw and some from folded weights.
+
     Example:
         >>> from transformer_lens.tools.analysis.head_affinity.evaluation import HeadLabels
         >>> from transformer_lens.tools.analysis.head_affinity.evaluation import head_detection
@@ -122,6 +134,7 @@ def plot_detection(
         raise ValueError("there is nothing to draw: no detections were given")
     for detection in several:
         require_instance(detection, HeadDetection, "a detection")
+    warn_if_states_differ(detection.weight_state for detection in several)
     ax = new_axes(ax, (6.0, 4.5))
     for position, detection in enumerate(several):
         curve = detection.curve()
@@ -140,7 +153,7 @@ def plot_detection(
     ax.set_xlabel("recall of labelled heads")
     ax.set_ylabel("precision")
     positives = int(first.positive.sum())
-    arrow = "→".join(first.pairing)
+    arrow = "→".join(roles_of(first.pairing))
     ax.set_title(f"{arrow}, {positives} of {len(first.heads)} heads labelled")
     ax.legend(title="average precision")
     return ax

@@ -69,7 +69,7 @@ class HeadDetection(Evaluation):
     """Heads ranked by their highest affinity, and which of them are labelled.
 
     Attributes:
-        metric, pairing: Of the result that was evaluated.
+        metric, pairing, weight_state: Of the result that was evaluated.
         labels: The labels.
         heads: All heads that were ranked, ``(layer, query head)``.
         scores: Highest affinity of each head. Heads without a valid pair come last, tied.
@@ -112,7 +112,7 @@ class PairRetrieval(Evaluation):
     """Pairs ranked by affinity, and which of them belong together. Statistics are means over kinds.
 
     Attributes:
-        metric, pairing: Of the result that was evaluated.
+        metric, pairing, weight_state: Of the result that was evaluated.
         labels: The labels.
         heads: All heads, ``(layer, query head)``.
         pairs: Positions in ``heads`` of source and target, ``[pair, 2]``.
@@ -202,6 +202,7 @@ def head_detection(
     return HeadDetection(
         metric=result.metric,
         pairing=result.pairing,
+        weight_state=result.weights,
         labels=labels,
         heads=tuple(heads[i] for i in ranked),
         scores=highest[ranked],
@@ -260,6 +261,7 @@ def pair_retrieval(
     return PairRetrieval(
         metric=result.metric,
         pairing=result.pairing,
+        weight_state=result.weights,
         labels=labels,
         heads=heads,
         pairs=pairs,

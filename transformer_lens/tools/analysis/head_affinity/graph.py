@@ -18,11 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
 
-from transformer_lens.tools.analysis._arguments import require_choice, require_integer
+from transformer_lens.tools.analysis._arguments import (
+    require_choice,
+    require_integer,
+    warn_if_states_differ,
+)
 from transformer_lens.tools.analysis._head_affinity_result import (
     AttentionHeadRef,
     HeadAffinityResult,
 )
+from transformer_lens.tools.analysis._head_weights import HEAD_KINDS, AttentionRole, HeadKind
 from transformer_lens.tools.analysis.head_affinity.reference import require_scipy
 from transformer_lens.tools.analysis.head_affinity.significance import Significance
 
@@ -74,7 +79,11 @@ def head_graph(
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if results repeat a pairing
-            or mix metrics, or if key-value heads cannot be expanded.
+            or mix metrics or the streams of an encoder-decoder model, or if key-value heads cannot
+            be expanded.
+
+    Warns:
+        UserWarning: If some were computed from raw and some from folded weights.
 
     Example:
         >>> results = attention_head_affinities(model, pairings=("OQ", "OK"))
@@ -233,9 +242,11 @@ def _as_list(results: Any) -> list[tuple[HeadAffinityResult, Significance | None
     pairings = [result.pairing for result, _ in scored]
     if len(set(pairings)) < len(pairings):
         raise ValueError(f"results must hold one result per pairing, got {pairings}")
-    metrics = {result.metric for result, _ in scored}
-    if len(metrics) > 1:
-        raise ValueError(f"results must be of one metric, got {sorted(metrics)}")
+    for name in ("metric", "stream"):
+        values = {str(getattr(result, name)) for result, _ in scored}
+        if len(values) > 1:
+            raise ValueError(f"results must be of one {name}, got {sorted(values)}")
+    warn_if_states_differ((result.weights for result, _ in scored), stacklevel=4)
     return scored
 
 
@@ -260,13 +271,28 @@ class _Naming:
         expand: bool,
         query_heads: int | None,
     ) -> None:
-        counts: dict[str, set[int]] = {"query": set(), "kv": set()}
+        counts: dict[AttentionRole, int] = {}
+        #: Roles of which a layer may have fewer heads than others; absent heads have rank 0.
+        varying = set()
         for result, _ in scored:
-            counts[result.source_head_kind].add(result.source_ranks.shape[1])
-            counts[result.target_head_kind].add(result.target_ranks.shape[1])
+            for role, ranks in (
+                (result.source_role, result.source_ranks),
+                (result.target_role, result.target_ranks),
+            ):
+                if counts.setdefault(role, ranks.shape[1]) != ranks.shape[1]:
+                    raise ValueError(
+                        f"results disagree on the number of heads of role {role}: "
+                        f"{counts[role]} and {ranks.shape[1]}"
+                    )
+                if not bool(ranks[:, -1].all()):
+                    varying.add(role)
+        by_kind: dict[HeadKind, set[int]] = {"query": set(), "kv": set()}
+        for role, count in counts.items():
+            if role != "rotaryK":  # all heads share one
+                by_kind[HEAD_KINDS[role]].add(count)
         if query_heads is not None:
-            counts["query"].add(require_integer(query_heads, "query_heads"))
-        for kind, found in counts.items():
+            by_kind["query"].add(require_integer(query_heads, "query_heads"))
+        for kind, found in by_kind.items():
             if len(found) > 1:
                 raise ValueError(
                     f"results (and query_heads) disagree on the number of {kind} heads: "
@@ -274,31 +300,41 @@ class _Naming:
                 )
         self._classes = classes
         self._expand = expand
-        #: Query heads per key-value head; 0 where that is unknown.
-        self._group = 1
-        if counts["kv"]:
-            (kv,) = counts["kv"]
-            query = max(counts["query"], default=0)
-            if query % kv:
-                raise ValueError(f"{query} query heads cannot share {kv} key-value heads evenly")
-            if expand and query == 0:
+        #: Query heads per key-value head of each role; 0 where that is unknown.
+        self._groups: dict[AttentionRole, int] = {}
+        for role, kv in counts.items():
+            if HEAD_KINDS[role] == "query":
+                continue
+            shared_by = max(by_kind["query"], default=0)
+            if shared_by % kv:
+                raise ValueError(
+                    f"{shared_by} query heads cannot share {kv} key-value heads evenly"
+                )
+            if expand and shared_by == 0:
                 raise ValueError(
                     "kv_heads='expand' needs to know how many query heads there are: pass "
                     "query_heads, or a result with a Q or O axis"
                 )
-            self._group = query // kv
+            if expand and varying:
+                raise ValueError(
+                    "kv_heads='expand' needs the same heads in every layer, and a layer has none "
+                    f"of rank above 0 in the last place of role {', '.join(sorted(varying))}. Use "
+                    "kv_heads='keep'"
+                )
+            self._groups[role] = 0 if varying else shared_by // kv
 
     def expands(self, head: AttentionHeadRef) -> bool:
         """Whether a key-value head is replaced by several query heads."""
-        return head.kind == "kv" and self._expand and self._group > 1
+        return self._expand and self._groups.get(head.role, 1) > 1
 
     def nodes_of(self, head: AttentionHeadRef) -> list[tuple[str, dict[str, Any]]]:
         """Names and attributes of the nodes that a head stands for."""
-        if head.kind == "kv" and not self.expands(head) and self._group != 1:
+        per_kv_head = self._groups.get(head.role, 1)
+        if per_kv_head != 1 and not self.expands(head):
             name = f"L{head.layer}KV{head.head}"
             kept = {"layer": head.layer, "head": head.head, "kind": "kv", "head_class": ""}
             return [(name, kept)]
-        group = self._group if self.expands(head) else 1
+        group = per_kv_head if self.expands(head) else 1
         return [
             (
                 f"L{head.layer}H{query}",

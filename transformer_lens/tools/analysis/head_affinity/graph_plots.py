@@ -14,6 +14,7 @@ import networkx as nx
 import numpy as np
 
 from transformer_lens.tools.analysis._arguments import require_choice, require_instance
+from transformer_lens.tools.analysis._pairings import roles_of
 from transformer_lens.tools.analysis.head_affinity._figures import COLOURS, GREY, new_axes
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def plot_graph(
             [],
             color=COLOURS[index % len(COLOURS)],
             linestyle=_LINE_STYLES[index % len(_LINE_STYLES)],
-            label="→".join(pairing),
+            label="→".join(roles_of(pairing)),
         )
         for index, pairing in enumerate(pairings)
     ]

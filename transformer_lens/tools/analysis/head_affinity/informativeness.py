@@ -17,9 +17,12 @@ from jaxtyping import Float
 
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis._head_subspaces import HeadSubspaces
-from transformer_lens.tools.analysis._head_weights import ROLES, AttentionRole
+from transformer_lens.tools.analysis._head_weights import ALL_ROLES, AttentionRole
 from transformer_lens.tools.analysis._pairings import pair_mask
-from transformer_lens.tools.analysis._subspace import random_projection_kernel_moments
+from transformer_lens.tools.analysis._subspace import (
+    RandomSubspaceReference,
+    random_projection_kernel_moments,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +64,7 @@ class Informativeness:
         )
 
 
-def informativeness(result: HeadAffinityResult, d_model: int) -> Informativeness:
+def informativeness(result: HeadAffinityResult) -> Informativeness:
     """Divergence of a pairing's scores from those of random subspaces (arXiv 2601.10266, figure 8).
 
     The scores' histogram over 255 equal bins from 0 to the smaller rank is compared with the
@@ -74,17 +77,17 @@ def informativeness(result: HeadAffinityResult, d_model: int) -> Informativeness
 
     Args:
         result: Projection Kernels; the paper takes forward pairs.
-        d_model: Width of the residual stream, ``model.cfg.d_model``.
 
     Returns:
         The divergence with both distributions and means.
 
     Raises:
-        ValueError: If the scores are no Projection Kernels, or none is valid.
+        ValueError: If the scores are no Projection Kernels, or none is valid, or if the result does
+            not know ``d_model``.
 
     Example:
         >>> result = attention_head_subspace_affinity(model, target_role="K")
-        >>> informativeness(result, model.cfg.d_model)
+        >>> informativeness(result)
         Informativeness(OK: inf nats from chance, mean 2.000 where chance gives 2.000, 12 pairs)
     """
     if result.metric != "projection_kernel":
@@ -92,7 +95,7 @@ def informativeness(result: HeadAffinityResult, d_model: int) -> Informativeness
     return _informativeness(
         result.scores[result.valid_mask],
         rank_pairs(result)[result.valid_mask.cpu()],
-        d_model,
+        ambient_dimension(result),
         result.pairing,
     )
 
@@ -127,7 +130,7 @@ def informativeness_table(
     """
     import pandas as pd
 
-    roles = [role for role in ROLES if role in subspaces.by_role]
+    roles = [role for role in ALL_ROLES if role in subspaces.by_role]
     rows = []
     for source_role in roles:
         for target_role in roles:
@@ -174,14 +177,10 @@ def _informativeness(
     edges = np.linspace(0, int(ranks.amin(-1).max()), BINS + 1)
     observed = np.histogram(values.clip(edges[0], edges[-1]), edges)[0] / values.size
 
+    components = chance_components(ranks, d_model)
     reference = np.zeros(BINS)
-    reference_mean = 0.0
-    kinds, counts = ranks.unique(dim=0, return_counts=True)
-    for (rank, other_rank), count in zip(kinds.tolist(), counts.tolist(), strict=True):
-        moments = random_projection_kernel_moments(d_model, rank, other_rank)
-        share = count / values.size
+    for share, moments in components:
         reference += share * _normal_masses(edges, moments.mean, moments.variance)
-        reference_mean += share * moments.mean
 
     possible = reference > np.finfo(np.float64).eps
     with np.errstate(divide="ignore"):
@@ -192,7 +191,7 @@ def _informativeness(
         observed=observed,
         reference=reference,
         observed_mean=float(values.mean()),
-        reference_mean=reference_mean,
+        reference_mean=sum(share * moments.mean for share, moments in components),
         pairs=values.size,
         pairing=pairing,
     )
@@ -203,6 +202,32 @@ def _normal_masses(edges: np.ndarray, mean: float, variance: float) -> np.ndarra
         return np.histogram([mean], edges)[0].astype(np.float64)
     positions = torch.from_numpy((edges - mean) / math.sqrt(variance))
     return np.diff(torch.special.ndtr(positions).numpy())
+
+
+def ambient_dimension(result: HeadAffinityResult) -> int:
+    """Width of the residual stream that a result's heads live in."""
+    if result.d_model is None:
+        raise ValueError(
+            "the result does not know the width of the residual stream. Pass "
+            "dataclasses.replace(result, d_model=model.cfg.d_model)"
+        )
+    return result.d_model
+
+
+def chance_components(
+    ranks: torch.Tensor, d_model: int
+) -> list[tuple[float, RandomSubspaceReference]]:
+    """The laws that pairs of random subspaces follow, and the share of pairs that each has.
+
+    Args:
+        ranks: Ranks ``[pair, 2]`` of source and target.
+        d_model: Ambient dimension.
+    """
+    kinds, counts = ranks.unique(dim=0, return_counts=True)
+    return [
+        (count / len(ranks), random_projection_kernel_moments(d_model, rank, other_rank))
+        for (rank, other_rank), count in zip(kinds.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def rank_pairs(result: HeadAffinityResult) -> torch.Tensor:

@@ -39,6 +39,7 @@ What they do not show is what the Projection Kernel does not show either: that i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,13 +48,10 @@ from transformer_lens.tools.analysis._arguments import require_choice
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult, LayerOrder
 from transformer_lens.tools.analysis._head_weights import (
     AttentionRole,
-    RoleWeights,
-    architecture_name,
-    home_device,
+    HeadWeights,
     read_head_weights,
-    shared_compute_dtype,
 )
-from transformer_lens.tools.analysis._linalg import clamped, default_rtol, exact_arithmetic
+from transformer_lens.tools.analysis._linalg import clamped, exact_arithmetic
 from transformer_lens.tools.analysis._pairings import pair_mask, resolve_layer_order
 from transformer_lens.tools.analysis.head_affinity._frames import (
     CIRCUIT_PARTNERS,
@@ -340,15 +338,13 @@ def _affinity(
     roles = [source_role, target_role]
     if read is FrameReader.circuit:
         roles += [CIRCUIT_PARTNERS[role] for role in roles]
-    weights, architecture, device = _weights_of(model, list(dict.fromkeys(roles)))
-    dtype = shared_compute_dtype(weights)
-    rtol = default_rtol([max(role.shape[1:]) for role in weights.values()], dtype)
-    reader = FrameReader(weights, architecture, device, dtype, rtol)
+    weights = _weights_of(model, list(dict.fromkeys(roles)))
+    reader = FrameReader(weights)
 
-    with exact_arithmetic(device):
+    with exact_arithmetic(weights.device):
         source = read(reader, source_role)
         target = source if source_role == target_role else read(reader, target_role)
-        valid = pair_mask(source, target, order).to(device)
+        valid = pair_mask(source, target, order).to(weights.device)
         valid &= (source.ranks[:, :, None, None] > 0) & (target.ranks > 0)
         scores = scorer(
             source,
@@ -372,20 +368,22 @@ def _affinity(
         source_rank=int(source.ranks.max()),
         target_rank=int(target.ranks.max()),
         rank="measured",
-        rtol=rtol,
+        rtol=reader.rtol,
         layer_order=order,
         metric=metric,
+        d_model=weights.d_model,
+        weights=weights.state,
+        stream=weights.stream,
     )
 
 
-def _weights_of(
-    model: Any, roles: list[AttentionRole]
-) -> tuple[Mapping[AttentionRole, RoleWeights], str, torch.device]:
+def _weights_of(model: Any, roles: list[AttentionRole]) -> HeadWeights:
     if not isinstance(model, Mapping):
-        weights = read_head_weights(model, roles)
-        return weights, architecture_name(model), home_device(model, weights)
+        return read_head_weights(model, roles)
     missing = [role for role in roles if role not in model]
     if missing:
         raise ValueError(f"the weights hold {list(model)}, but the score needs {missing} too")
-    weights = {role: model[role] for role in roles}
-    return weights, "weights", weights[roles[0]].matrices[0].device
+    some = {role: model[role] for role in roles}
+    if isinstance(model, HeadWeights):
+        return replace(model, by_role=some)
+    return HeadWeights(some, "weights", device=some[roles[0]].matrices[0].device)

@@ -17,10 +17,6 @@ import torch
 
 from transformer_lens.tools.analysis._arguments import require_instance
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
-from transformer_lens.tools.analysis._subspace import (
-    RandomSubspaceReference,
-    random_projection_kernel_moments,
-)
 from transformer_lens.tools.analysis.head_affinity._figures import (
     BLUE,
     GREY,
@@ -28,6 +24,11 @@ from transformer_lens.tools.analysis.head_affinity._figures import (
     VERMILION,
     metric_name,
     new_axes,
+)
+from transformer_lens.tools.analysis.head_affinity.informativeness import (
+    ambient_dimension,
+    chance_components,
+    rank_pairs,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def plot_affinity(result: HeadAffinityResult, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_distribution(result: HeadAffinityResult, ambient_dim: int, ax: Axes | None = None) -> Axes:
+def plot_distribution(result: HeadAffinityResult, ax: Axes | None = None) -> Axes:
     """Distribution of the valid Projection Kernels, against that of random subspaces.
 
     The reference is the normal density with the moments of
@@ -109,21 +110,20 @@ def plot_distribution(result: HeadAffinityResult, ambient_dim: int, ax: Axes | N
 
     Args:
         result: Projection Kernels, not of another metric and not ``relative()``.
-        ambient_dim: Width of the residual stream, ``model.cfg.d_model``.
         ax: Where to draw. Default: a new figure.
 
     Returns:
         The axes.
 
     Raises:
-        ArgumentTypeError: If ``result`` or ``ambient_dim`` is something else.
-        ValueError: If the metric is another one, there is no valid pair, or a rank exceeds
-            ``ambient_dim``.
+        ArgumentTypeError: If ``result`` is something else.
+        ValueError: If the metric is another one, there is no valid pair, or the result does not
+            know ``d_model``.
         ImportError: If matplotlib is not installed.
 
     Example:
         >>> result = attention_head_subspace_affinity(model, target_role="K")
-        >>> ax = plot_distribution(result, model.cfg.d_model)
+        >>> ax = plot_distribution(result)
         >>> ax.get_xlabel()
         'Projection Kernel'
     """
@@ -133,7 +133,9 @@ def plot_distribution(result: HeadAffinityResult, ambient_dim: int, ax: Axes | N
             "the random reference is that of the Projection Kernel; the result's metric is "
             f"{result.metric!r}"
         )
-    components = _reference_components(result, ambient_dim)
+    components = chance_components(
+        rank_pairs(result)[result.valid_mask.cpu()], ambient_dimension(result)
+    )
     ax = new_axes(ax, (7.0, 4.0))
 
     _, edges, _ = ax.hist(
@@ -181,22 +183,6 @@ def _valid_scores(result: HeadAffinityResult) -> np.ndarray:
     if not len(values):
         raise ValueError(f"there is nothing to draw: {result!r} has no valid pair")
     return values
-
-
-def _reference_components(
-    result: HeadAffinityResult, ambient_dim: int
-) -> list[tuple[float, RandomSubspaceReference]]:
-    """Random reference of every combination of ranks, and the share of pairs that have it."""
-    # Ranks are counted on the CPU; unique over rows is not on every device.
-    source = result.source_ranks.clamp(max=result.source_rank).cpu()[:, :, None, None]
-    target = result.target_ranks.clamp(max=result.target_rank).cpu()
-    valid = result.valid_mask.cpu()
-    ranks = torch.stack([source.expand_as(valid)[valid], target.expand_as(valid)[valid]], dim=1)
-    combinations, counts = ranks.unique(dim=0, return_counts=True)
-    return [
-        (count / len(ranks), random_projection_kernel_moments(ambient_dim, p, q))
-        for (p, q), count in zip(combinations.tolist(), counts.tolist(), strict=True)
-    ]
 
 
 def _heads_per_cell(ranks_shape: torch.Size) -> int:

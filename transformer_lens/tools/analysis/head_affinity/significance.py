@@ -34,6 +34,7 @@ from transformer_lens.tools.analysis._arguments import (
     require_choice,
     require_instance,
     require_integer,
+    warn_if_states_differ,
 )
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis._head_subspaces import HeadSubspaces, attention_head_subspaces
@@ -86,7 +87,7 @@ class Significance:
 
         Example:
             >>> result = attention_head_subspace_affinity(model, target_role="K")
-            >>> significance(result, model, null="rotation").share_beyond(0.05)
+            >>> significance(result, null="rotation").share_beyond(0.05)
             0.25
         """
         return float((self.p[self.result.valid_mask.cpu()] <= level).double().mean())
@@ -99,7 +100,7 @@ class Significance:
 
         Example:
             >>> result = attention_head_subspace_affinity(model, target_role="K")
-            >>> verdict = significance(result, model, null="rotation")
+            >>> verdict = significance(result, null="rotation")
             >>> verdict.to_dataframe(1)[["source", "target", "score", "z"]].round(2)
               source target  score     z
             0   L0H0   L1H1    4.0  5.92
@@ -157,8 +158,9 @@ def significance(
 
     Args:
         result: What to judge.
-        model: The ``TransformerBridge`` that ``result`` came from; for Projection Kernels its
-            :class:`HeadSubspaces` will do. The degree null needs none.
+        model: The ``TransformerBridge`` that ``result`` came from; for the anisotropic null its
+            :class:`HeadSubspaces` will do. The degree null needs none, nor does the rotation null
+            of Projection Kernels.
         null: ``"rotation"``, ``"anisotropic"`` or ``"degree"``.
         n_samples: Draws of the anisotropic null per pair of ranks. No p-value is below
             ``1/(n_samples + 1)``; to find a single pair among ``N`` at a false discovery rate of
@@ -175,9 +177,13 @@ def significance(
             another one, or if the metric has no such null.
         ImportError: For the rotation null, if SciPy is not installed.
 
+    Warns:
+        UserWarning: If the model's weights were folded since, or the result's were and the model's
+            are not (anisotropic null).
+
     Example:
         >>> result = attention_head_subspace_affinity(model, target_role="K")
-        >>> verdict = significance(result, model, null="rotation")
+        >>> verdict = significance(result, null="rotation")
         >>> verdict
         Significance(projection_kernel OK against the rotation null: 3 of 12 pairs at a false \
 discovery rate of 5 %)
@@ -214,20 +220,24 @@ def _verdicts(
             f"the {null} null is known for {', '.join(metrics)}, got {result.metric}; "
             "null='degree' takes any metric"
         )
-    if model is None:
-        raise ValueError(f"the {null} null needs the model that the result came from")
+    if model is None and (null, result.metric) != ("rotation", "projection_kernel"):
+        raise ValueError(
+            f"the {null} null of {result.metric} needs the model that the result came from"
+        )
     if null == "rotation":
-        if isinstance(model, HeadSubspaces):
-            d_model = model[result.source_role].bases.shape[-2]
-        else:
-            d_model = model.cfg.d_model
-        return by_rotation(result, model, d_model)
+        return by_rotation(result, model)
 
     if isinstance(model, HeadSubspaces):
         subspaces = model
     else:
-        roles = (result.source_role, result.target_role)
-        subspaces = attention_head_subspaces(model, roles, rank=result.rank, rtol=result.rtol)
+        subspaces = attention_head_subspaces(
+            model,
+            (result.source_role, result.target_role),
+            rank=result.rank,
+            rtol=result.rtol,
+            stream=result.stream,
+        )
+    warn_if_states_differ([result.weights, subspaces.weights], stacklevel=4)
     source, target = subspaces[result.source_role], subspaces[result.target_role]
     for role, ranks in ((source, result.source_ranks), (target, result.target_ranks)):
         if role.ranks.shape != ranks.shape:
