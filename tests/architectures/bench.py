@@ -18,11 +18,13 @@ import numpy as np
 import torch
 import transformers
 
-from .layouts import Geometry, Heads, frames, overlaps
+from .layouts import Geometry, Heads, LatentAttention, frames, overlaps
 from .table import ARCHITECTURES, GEOMETRIES, NATIVE, Architecture, variants_of
 
 TABLE = Path(__file__).parents[2] / "docs/source/content/projection_kernel_architectures.md"
 PAIRINGS = ("OQ", "OK", "OV", "QQ", "KK", "VV", "OO")
+CROSS_PAIRINGS = ("OcrossQ", "crossQcrossQ")
+LATENT_PAIRINGS = ("OrotaryK", "rotaryKrotaryK")
 D_MODEL, LAYERS = 64, 4
 
 #: Scores are in float32 and at most 32; a wrong layout is off by whole units.
@@ -196,23 +198,36 @@ def reference_heads(
     path = row.path if isinstance(row.path, str) else row.path[stream or ""]
     layout = row.layout[stream or ""] if isinstance(row.layout, Mapping) else row.layout
     assert layout is not None
-    return [layout(weights, path.format(layer=layer), geometry) for layer in row.layers]
+    heads = [layout(weights, path.format(layer=layer), geometry) for layer in row.layers]
+    if stream == "decoder" and row.cross is not None:
+        for layer, own in zip(row.layers, heads, strict=True):
+            own["crossQ"] = layout(weights, row.cross.format(layer=layer), geometry)["Q"]
+    return heads
 
 
 def reference_scores(heads: list[Heads], pairing: str) -> tuple[np.ndarray, np.ndarray]:
     """Scores of a pairing in float64, and which pairs of heads it has."""
-    sides = [_padded([layer.get(role) for layer in heads]) for role in pairing]
+    roles = roles_in(pairing)
+    sides = [_padded([layer.get(role) for layer in heads]) for role in roles]
     (source, there), (target, here) = sides
     layers, count, target_count = len(heads), source.shape[1], target.shape[1]
     scores = overlaps(source.reshape(-1, *source.shape[2:]), target.reshape(-1, *target.shape[2:]))
     scores = scores.reshape(layers, count, layers, target_count)
     pairs = there[:, :, None, None] & here
-    if pairing[0] == pairing[1]:
+    if roles[0] == roles[1]:
         square = np.triu(np.ones((layers * count,) * 2, bool), 1)
         pairs &= square.reshape(layers, count, layers, count)
     else:
-        pairs &= (np.arange(layers)[:, None] < np.arange(layers))[:, None, :, None]
+        # Cross-attention comes after the self-attention of its own block.
+        delay = 0 if roles[1] == "crossQ" else 1
+        earlier = np.arange(layers)[:, None] + delay <= np.arange(layers)
+        pairs &= earlier[:, None, :, None]
     return scores, pairs
+
+
+def roles_in(pairing: str) -> list[str]:
+    """The two roles of a pairing."""
+    return re.findall("crossQ|rotaryK|[QKVO]", pairing)
 
 
 def _padded(layers: list[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
@@ -243,13 +258,17 @@ def outcomes(key: str) -> list[Outcome]:
         if row.missing:
             return [("", "", "", f"not built: {row.missing}")]
         for name in row.geometries:
-            found += [(row.label, name, *pair) for pair in _outcomes_of(key, row, GEOMETRIES[name])]
+            found += [
+                (stream or row.label, name, *pair)
+                for stream, *pair in _outcomes_of(key, row, GEOMETRIES[name])
+            ]
     return found
 
 
-def _outcomes_of(key: str, row: Architecture, geometry: Geometry) -> list[tuple[str, str]]:
-    from transformer_lens.tools.analysis.projection_kernel import attention_head_subspace_affinity
-
+def _outcomes_of(
+    key: str, row: Architecture, geometry: Geometry
+) -> list[tuple[str | None, str, str]]:
+    """Stream, pairing and outcome of all that is tried with one model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = tiny_model(key, row, geometry)
@@ -259,33 +278,60 @@ def _outcomes_of(key: str, row: Architecture, geometry: Geometry) -> list[tuple[
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             # Up to the first number, which depends on the sizes, or the first full stop.
             start = re.split(r"\d|\. ", str(error).splitlines()[0])[0].strip()
-            return [("", f"not built: the bridge fails with {type(error).__name__}: {start}")]
+            return [(None, "", f"not built: the bridge fails with {type(error).__name__}: {start}")]
     found = []
-    for pairing in PAIRINGS:
-        try:
-            result = attention_head_subspace_affinity(
-                bridge, source_role=pairing[0], target_role=pairing[1]
-            )
-        except (ValueError, NotImplementedError) as error:
-            found.append((pairing, f"refused: {error}"))
-            continue
-        found.append((pairing, _comparison(result, weights, row, geometry, pairing)))
+    for stream in row.streams:
+        if stream is not None:
+            found.append((stream, "OQ", _without_a_stream(bridge)))
+        for pairing in (
+            *PAIRINGS,
+            *CROSS_PAIRINGS * (stream == "decoder"),
+            *LATENT_PAIRINGS * isinstance(row.layout, LatentAttention),
+        ):
+            try:
+                result = _affinity(bridge, pairing, stream)
+            except (ValueError, NotImplementedError) as error:
+                outcome = f"refused: {error}"
+            else:
+                outcome = _comparison(result, weights, row, stream, geometry, pairing)
+            found.append((stream, pairing, outcome))
     return found
+
+
+def _affinity(bridge: Any, pairing: str, stream: Any) -> Any:
+    # Not before the working copy lies over the installed package.
+    from transformer_lens.tools.analysis.projection_kernel import attention_head_subspace_affinity
+
+    source, target = roles_in(pairing)
+    return attention_head_subspace_affinity(
+        bridge, source_role=source, target_role=target, stream=stream
+    )
+
+
+def _without_a_stream(bridge: Any) -> str:
+    """Right is here a refusal that names the choice."""
+    try:
+        _affinity(bridge, "OQ", None)
+    except NotImplementedError as error:
+        if "stream='encoder' or stream='decoder'" in str(error):
+            return "right"
+    return "WRONG: nothing is said of the two streams"
 
 
 def _comparison(
     result: Any,
     weights: Mapping[str, np.ndarray],
     row: Architecture,
+    stream: str | None,
     geometry: Geometry,
     pairing: str,
 ) -> str:
     if row.layout is None:
         return "WRONG: scores where there is no attention"
-    if not isinstance(row.path, str):
-        return "WRONG: scores although no stream was chosen"
-    heads = reference_heads(weights, row, None, geometry)
-    if not all(any(role in layer for layer in heads) for role in pairing):
+    if stream is None and not isinstance(row.path, str):
+        return "WRONG: scores although layers have no one order"
+    heads = reference_heads(weights, row, stream, geometry)
+    if not all(any(role in layer for layer in heads) for role in roles_in(pairing)):
         return "WRONG: scores of heads that do not exist"
     scores, pairs = reference_scores(heads, pairing)
     layers = {result.source_layer_indices, result.target_layer_indices}
@@ -302,12 +348,19 @@ def _comparison(
 def summary(found: list[Outcome]) -> str:
     """The outcomes of an architecture as one cell of the table."""
     geometries: dict[str, set[str]] = {}
+    tried: dict[str, str] = {}
     by_outcome: dict[str, dict[str, dict[str, list[str]]]] = {}
     for variant, geometry, pairing, outcome in found:
-        text = re.sub(r"^(refused: )\w+(, role [QKVO])?(, layer \d+)?[:,] ", r"\1", outcome)
+        text = re.sub(
+            r"^(refused: )\w+(, (en|de)coder)?(, role \w+)?(, layer \d+)?[:,] ", r"\1", outcome
+        )
         geometries.setdefault(variant, set()).add(geometry)
         pairings = by_outcome.setdefault(text, {}).setdefault(variant, {})
         pairings.setdefault(geometry, []).append(pairing)
+        if pairing not in tried.setdefault(variant, "").split():
+            tried[variant] += f" {pairing}"
+    if len(by_outcome) == 1:
+        return next(iter(by_outcome)).replace("|", "\\|")
     parts = []
     for outcome, variants in sorted(by_outcome.items(), key=lambda item: item[0] != "right"):
         where = []
@@ -315,8 +368,9 @@ def summary(found: list[Outcome]) -> str:
             some = [] if set(seen) == geometries[variant] else list(seen)
             if len(geometries) > 1:
                 some.insert(0, variant or "usual")
-            if (pairings := " ".join(next(iter(seen.values())))) not in ("", " ".join(PAIRINGS)):
-                some.append(pairings)
+            pairings = dict.fromkeys(next(iter(seen.values())))
+            if set(pairings) - {""} not in (set(), set(tried[variant].split())):
+                some.append(" ".join(pairings))
             where += [", ".join(some)] * bool(some)
         names = "; ".join(where)
         parts.append(f"[{names}] {outcome}" if names else outcome)
@@ -336,8 +390,14 @@ def table(cells: Mapping[str, str]) -> str:
 What attention-head affinities give on every architecture that TransformerLens lists, measured on
 tiny models with random weights. *Right*: the pairings {", ".join(PAIRINGS)} equal a float64
 reference computed from the raw Hugging Face weights by the layout that the modelling code
-documents. *Refused*: an error that says this. *Not built*: no model of that architecture can be
-made here. Generated by `python -m architectures.bench`, run in `tests/`; do not edit.
+documents, of encoder-decoder models in either stream (`stream="encoder"`, `stream="decoder"`) and
+with {" and ".join(CROSS_PAIRINGS)} in the decoder's, of models with multi-head latent attention
+with {" and ".join(LATENT_PAIRINGS)} too. *Refused*: an error that says this. *Not built*: no model
+of that architecture can be made here. Generated by `python -m architectures.bench`, run in
+`tests/`; do not edit.
+
+Of the encoder of LED the local attention is meant; the few tokens with global attention have
+projections of their own.
 
 {len(cells)} architectures: {counts["right"]} right, {rest} refused in whole or in part, \
 {counts["not built"]} not built.

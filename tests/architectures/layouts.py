@@ -9,7 +9,7 @@ columns span what a head reads from the residual stream (Q, K, V) or writes to i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -73,6 +73,23 @@ class Separate:
             "V": reading(weight(self.v), geometry.kv_heads) if own_values else k,
             "O": writing(weight(self.o), geometry.heads),
         }
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """As ``layout``, with numbers of heads that depend on the layer (Laguna, Gemma 4)."""
+
+    heads: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
+    layout: Layout = field(default_factory=Separate)
+
+    def __call__(self, weights: Weights, path: str, geometry: Geometry) -> Heads:
+        layer = int(path.split(".")[-2])
+        if self.heads is not None:
+            geometry = replace(geometry, heads=self.heads[layer])
+        if self.kv_heads is not None:
+            geometry = replace(geometry, kv_heads=self.kv_heads[layer])
+        return self.layout(weights, path, geometry)
 
 
 @dataclass(frozen=True)
@@ -162,8 +179,8 @@ class LatentAttention:
     """Multi-head latent attention of DeepSeek-V2: reads go through a normalised bottleneck.
 
     A head's query is ``q_b[h] diag(γ) q_a x / rms(q_a x)``; the norm rescales a token and does not
-    change what it can read from. Its key is in two parts, one per head through the bottleneck and
-    one, rotary, that all heads share; only the first is the head's own.
+    change what it can read from. Small models leave the bottleneck out. Its key is in two parts,
+    one per head through a bottleneck and one, rotary, that all heads share.
     """
 
     rope: int = 4
@@ -177,12 +194,16 @@ class LatentAttention:
         down, rank = weight("kv_a_proj_with_mqa"), len(weight("kv_a_layernorm"))
         latent = weight("kv_a_layernorm")[:, None] * down[:rank]
         up = weight("kv_b_proj").reshape(geometry.heads, self.nope + self.value, rank)
-        query = weight("q_b_proj") @ (weight("q_a_layernorm")[:, None] * weight("q_a_proj"))
+        if f"{path}.q_proj.weight" in weights:
+            query = weight("q_proj")
+        else:
+            query = weight("q_b_proj") @ (weight("q_a_layernorm")[:, None] * weight("q_a_proj"))
         return {
             "Q": reading(query, geometry.heads),
             "K": (up[:, : self.nope] @ latent).swapaxes(1, 2),
             "V": (up[:, self.nope :] @ latent).swapaxes(1, 2),
             "O": writing(weight("o_proj"), geometry.heads),
+            "rotaryK": reading(down[rank:], 1),
         }
 
 

@@ -16,6 +16,7 @@ from .layouts import (
     Geometry,
     LatentAttention,
     Layout,
+    PerLayer,
     Separate,
     SharedKeyValues,
     blocked,
@@ -50,6 +51,7 @@ class Architecture:
         layout: How the weights of an attention module are kept; ``None``: no head has a matrix of
             its own. Per stream where the streams differ.
         path: Where the attention module of a layer is; per stream where there are two.
+        cross: Where the cross-attention module of a decoder layer is.
         geometries: Names of the sizes to try.
         layers: Layers that have attention, of four.
         options: What the configuration needs besides the sizes.
@@ -66,21 +68,31 @@ class Architecture:
     model: str | None = None
     missing: str | None = None
     label: str = ""
+    cross: str | None = None
+
+    @property
+    def streams(self) -> tuple[str | None, ...]:
+        """The residual streams that an analysis can choose from."""
+        if isinstance(self.path, str) or "encoder" not in self.path:
+            return (None,)
+        return tuple(self.path)
 
 
-def _encoder_decoder(encoder: str, decoder: str, **row: Any) -> Architecture:
-    return Architecture(path={"encoder": encoder, "decoder": decoder}, **row)
+def _encoder_decoder(encoder: str, decoder: str, cross: str | None, **row: Any) -> Architecture:
+    return Architecture(path={"encoder": encoder, "decoder": decoder}, cross=cross, **row)
 
 
 _BART = _encoder_decoder(
     "model.encoder.layers.{layer}.self_attn",
     "model.decoder.layers.{layer}.self_attn",
+    "model.decoder.layers.{layer}.encoder_attn",
     layout=OUT_PROJ,
     geometries=MULTI_HEAD,
 )
 _T5 = _encoder_decoder(
     "encoder.block.{layer}.layer.0.SelfAttention",
     "decoder.block.{layer}.layer.0.SelfAttention",
+    "decoder.block.{layer}.layer.1.EncDecAttention",
     layout=PLAIN_NAMES,
     geometries=MULTI_HEAD,
 )
@@ -96,6 +108,14 @@ _GEMMA_4 = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 60,
     "num_kv_shared_layers": 0,
+}
+
+_LATENT = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
 }
 
 _GEMMA_3N = {
@@ -135,7 +155,6 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
             "GraniteMoeForCausalLM",
             "HunYuanDenseV1ForCausalLM",
             "Jais2ForCausalLM",
-            "LagunaForCausalLM",
             "Llama4ForCausalLM",
             "LlamaForCausalLM",
             "MiniMaxM2ForCausalLM",
@@ -408,6 +427,7 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
     "LEDForConditionalGeneration": _encoder_decoder(
         "led.encoder.layers.{layer}.self_attn",
         "led.decoder.layers.{layer}.self_attn",
+        "led.decoder.layers.{layer}.encoder_attn",
         layout={
             # Local attention; the few tokens with global attention have projections of their own.
             "encoder": Separate(
@@ -420,6 +440,7 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
     "Florence2ForConditionalGeneration": _encoder_decoder(
         "model.language_model.encoder.layers.{layer}.self_attn",
         "model.language_model.decoder.layers.{layer}.self_attn",
+        "model.language_model.decoder.layers.{layer}.encoder_attn",
         layout=OUT_PROJ,
         geometries=MULTI_HEAD,
         options={
@@ -442,6 +463,7 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
     "T5WithLMHeadModel": _encoder_decoder(
         "encoder.block.{layer}.layer.0.SelfAttention",
         "decoder.block.{layer}.layer.0.SelfAttention",
+        "decoder.block.{layer}.layer.1.EncDecAttention",
         layout=PLAIN_NAMES,
         geometries=MULTI_HEAD,
         model="T5ForConditionalGeneration",
@@ -449,15 +471,19 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
     "LongT5ForConditionalGeneration": _encoder_decoder(
         "encoder.block.{layer}.layer.0.LocalSelfAttention",
         "decoder.block.{layer}.layer.0.SelfAttention",
+        "decoder.block.{layer}.layer.1.EncDecAttention",
         layout=PLAIN_NAMES,
         geometries=MULTI_HEAD,
     ),
     "T5GemmaForConditionalGeneration": _encoder_decoder(
-        "model.encoder.layers.{layer}.self_attn", "model.decoder.layers.{layer}.self_attn"
+        "model.encoder.layers.{layer}.self_attn",
+        "model.decoder.layers.{layer}.self_attn",
+        "model.decoder.layers.{layer}.cross_attn",
     ),
     "T5Gemma2ForConditionalGeneration": _encoder_decoder(
         "model.encoder.text_model.layers.{layer}.self_attn",
         "model.decoder.layers.{layer}.self_attn",
+        None,  # one attention over both streams, with the same queries
     ),
     # Layers that differ from each other, share keys and values, or tie values to keys.
     "Gemma4ForCausalLM": (
@@ -485,6 +511,17 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
             },
             label="values tied to keys",
         ),
+        Architecture(
+            PerLayer(kv_heads=(4, 2, 4, 2), layout=Separate(any_width=True, tied=True)),
+            geometries=("multi-head",),
+            options={
+                **_GEMMA_4,
+                "global_head_dim": 32,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 2,
+            },
+            label="wider and fewer global key-value heads",
+        ),
     ),
     "Gemma3nForConditionalGeneration": (
         Architecture(
@@ -509,26 +546,33 @@ ARCHITECTURES: dict[str, Architecture | tuple[Architecture, ...]] = {
         geometries=GROUPED,
         options={"text_config": {**_GEMMA_4, "global_head_dim": 16}},
     ),
+    "LagunaForCausalLM": (
+        Architecture(),
+        Architecture(
+            PerLayer(heads=(4, 8, 4, 8)),
+            geometries=("multi-head", "grouped", "wide heads"),
+            options={"num_attention_heads_per_layer": [4, 8, 4, 8]},
+            label="more heads in some layers",
+        ),
+    ),
     # Heads that read through a shared bottleneck.
+    "DeepseekV2ForCausalLM": (
+        Architecture(LatentAttention(), geometries=MULTI_HEAD, options=_LATENT),
+        Architecture(
+            LatentAttention(),
+            geometries=MULTI_HEAD,
+            options={**_LATENT, "q_lora_rank": None},
+            label="queries without a bottleneck",
+        ),
+    ),
     **dict.fromkeys(
         (
-            "DeepseekV2ForCausalLM",
             "DeepseekV3ForCausalLM",
             "Glm4MoeLiteForCausalLM",
             "GlmMoeDsaForCausalLM",
             "YoutuForCausalLM",
         ),
-        Architecture(
-            LatentAttention(),
-            geometries=MULTI_HEAD,
-            options={
-                "q_lora_rank": 48,
-                "kv_lora_rank": 40,
-                "qk_nope_head_dim": 12,
-                "qk_rope_head_dim": 4,
-                "v_head_dim": 8,
-            },
-        ),
+        Architecture(LatentAttention(), geometries=MULTI_HEAD, options=_LATENT),
     ),
     # Two stacks that take turns, and several residual streams.
     "HrmTextForCausalLM": Architecture(

@@ -197,17 +197,24 @@ def _split_by_bridge(attention: Any, module: Any, projection: Projection, where:
     component = getattr(attention, _COMPONENTS[projection], None)
     weight = None if component is None else weight_of(component, where)
     try:
-        return getattr(attention, f"W_{projection}")
+        matrix = getattr(attention, f"W_{projection}")
     except PerLayerGeometryError:
-        # Heads of another width or number than the configuration's (Gemma 4, Laguna).
-        if weight is not None and has_plain_projections(module):
-            return _per_head(weight, projection, module.head_dim, where)
-        raise NotImplementedError(
-            f"{where}: the layer's heads differ in width or number from what the model's "
-            "configuration says. Choose pairings without this role"
-        ) from None
+        matrix = None
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise NotImplementedError(
             f"{where}: {type(module).__name__} has no matrix per head that the bridge could give. "
             "Choose pairings without this role"
         ) from error
+    if weight is None or not has_plain_projections(module):
+        if matrix is None:
+            raise NotImplementedError(
+                f"{where}: the layer's heads differ in width or number from what the model's "
+                "configuration says. Choose pairings without this role"
+            )
+        return matrix
+    # The bridge goes by the configuration, where layers may differ (Gemma 4, Laguna): two heads of
+    # width 32 would pass for four of 16. The module knows the width of its own heads.
+    d_head = getattr(module, "v_head_dim" if projection in "VO" else "head_dim", module.head_dim)
+    if matrix is not None and matrix.shape[-2 if projection == "O" else -1] == d_head:
+        return matrix
+    return _per_head(weight, projection, d_head, where)
