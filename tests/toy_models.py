@@ -6,7 +6,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BartConfig,
     BloomConfig,
+    DeepseekV2Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteMoeHybridConfig,
@@ -98,6 +100,46 @@ def hybrid(dtype: torch.dtype = torch.float32):
 def t5():
     config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=16, num_layers=2, num_heads=4)
     return bridge_of(config, "T5ForConditionalGeneration")[0]
+
+
+def bart():
+    config = BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+    )
+    return bridge_of(config, "BartForConditionalGeneration")
+
+
+def deepseek(*, q_lora_rank: int | None = 24):
+    """Multi-head latent attention: heads of width 4 + 2 (rotary) for queries and keys, 5 for
+    values. The norms' weights are far from uniform, so leaving one out would show."""
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=20,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=5,
+    )
+    bridge, weights = bridge_of(config, "DeepseekV2ForCausalLM")
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in bridge.original_model.named_parameters():
+        if "layernorm" in name:
+            gain = torch.rand(parameter.shape, generator=generator) * 3 + 0.1
+            parameter.data.copy_(gain)
+    return bridge, weights
 
 
 def coordinate_model():

@@ -1,0 +1,128 @@
+"""Encoder-decoder models: two residual streams, one at a time, and what crosses between them."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_lens.tools.analysis.head_affinity.graph import head_graph
+from transformer_lens.tools.analysis.head_affinity.metrics import (
+    read_head_weights,
+    simple_composition_score,
+)
+from transformer_lens.tools.analysis.head_affinity.significance import significance
+from transformer_lens.tools.analysis.projection_kernel import (
+    HeadAffinityResult,
+    attention_head_affinities,
+    attention_head_subspace_affinity,
+    attention_head_subspaces,
+)
+
+import oracles
+import toy_models
+
+
+@pytest.fixture(scope="module")
+def bart():
+    return toy_models.bart()
+
+
+def matrix(weights, place: str, head: int, d_head: int):
+    """``[d_model, d_head]`` of a head, from the checkpoint."""
+    some = slice(head * d_head, (head + 1) * d_head)
+    weight = weights[f"model.{place}.weight"].double().numpy()
+    return weight[:, some] if place.endswith("out_proj") else weight[some].T
+
+
+@pytest.mark.parametrize("stream", ["encoder", "decoder"])
+def test_a_stream_has_heads_of_its_own(bart, stream):
+    bridge, weights = bart
+    result = attention_head_subspace_affinity(bridge, target_role="K", stream=stream)
+    assert result.scores.shape == (3, 4, 3, 4)
+    assert result.stream == stream
+    place = f"{stream}.layers.{{}}.self_attn.{{}}_proj"
+    expected = oracles.projection_kernel(
+        matrix(weights, place.format(0, "out"), 1, 8),
+        matrix(weights, place.format(1, "k"), 0, 8),
+    )
+    assert result.score((0, 1), (1, 0)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_cross_attention_reads_the_decoder_with_its_queries(bart):
+    bridge, weights = bart
+    results = attention_head_affinities(bridge, ("OcrossQ", "crossQcrossQ"), stream="decoder")
+    for source, target in (((0, 3), (0, 1)), ((0, 3), (2, 1)), ((2, 0), (2, 2))):
+        expected = oracles.projection_kernel(
+            matrix(weights, f"decoder.layers.{source[0]}.self_attn.out_proj", source[1], 8),
+            matrix(weights, f"decoder.layers.{target[0]}.encoder_attn.q_proj", target[1], 8),
+        )
+        found = results["OcrossQ"].score(source, target)
+        assert found == pytest.approx(expected, abs=1e-5)
+    # Self-attention, then cross-attention: a head is heard in its own block already.
+    assert int(results["OcrossQ"].valid_mask.sum()) == 4 * 4 * (3 + 2 + 1)
+    with pytest.raises(ValueError, match="no valid pair"):
+        results["OcrossQ"].score((1, 0), (0, 0))
+    assert int(results["crossQcrossQ"].valid_mask.sum()) == 12 * 11 // 2
+
+
+@pytest.mark.parametrize("call", [attention_head_subspaces, attention_head_affinities])
+def test_without_a_choice_the_call_names_it(bart, call):
+    with pytest.raises(
+        NotImplementedError,
+        match="^BartForConditionalGeneration is an encoder-decoder model: its heads live in two "
+        "residual streams.* stream='encoder' or stream='decoder'$",
+    ):
+        call(bart[0])
+
+
+@pytest.mark.parametrize("role", ["crossK", "crossV"])
+def test_what_cross_attention_reads_from_the_encoder_is_refused(bart, role):
+    reason = "read the encoder's final output and not the residual stream"
+    with pytest.raises(ValueError, match=reason):
+        attention_head_subspace_affinity(bart[0], target_role=role, stream="decoder")
+    with pytest.raises(ValueError, match=reason):
+        attention_head_affinities(bart[0], (f"O{role}",), stream="decoder")
+    with pytest.raises(ValueError, match=reason):
+        attention_head_subspaces(bart[0], (role,), stream="decoder")
+
+
+def test_refusals(bart):
+    bridge, _ = bart
+    with pytest.raises(ValueError, match="Conditional.*, encoder: no block has a cross-attention"):
+        attention_head_subspaces(bridge, ("crossQ",), stream="encoder")
+    with pytest.raises(ValueError, match="stream must be one of .*, got 'both'"):
+        attention_head_subspaces(bridge, stream="both")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has one residual stream"):
+        attention_head_subspaces(toy_models.gpt2()[0], stream="decoder")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel: no block has a cross-attention"):
+        attention_head_subspaces(toy_models.gpt2()[0], ("crossQ",))
+    subspaces = attention_head_subspaces(bridge, stream="decoder")
+    with pytest.raises(ValueError, match="stream were decided when the subspaces"):
+        attention_head_affinities(subspaces, stream="decoder")
+    with pytest.raises(ValueError, match="a pairing is two roles in a row"):
+        attention_head_affinities(subspaces, ("Ocross",))
+
+
+def test_a_stream_is_remembered(bart, tmp_path):
+    bridge, _ = bart
+    subspaces = attention_head_subspaces(bridge, stream="decoder")
+    result = attention_head_subspace_affinity(subspaces, target_role="V")
+    result.save(tmp_path / "decoder.safetensors")
+    loaded = HeadAffinityResult.load(tmp_path / "decoder.safetensors")
+    assert (loaded.stream, loaded.d_model) == ("decoder", 32)
+    from_model = significance(loaded, bridge, n_samples=50)
+    assert from_model.p.equal(significance(loaded, subspaces, n_samples=50).p)
+
+    other = attention_head_subspace_affinity(bridge, target_role="Q", stream="encoder")
+    with pytest.raises(ValueError, match="one stream, got .'decoder', 'encoder'."):
+        head_graph([result, other])
+
+
+def test_other_metrics_take_the_weights_of_a_stream(bart):
+    bridge, _ = bart
+    with pytest.raises(NotImplementedError, match="stream='encoder' or stream='decoder'"):
+        simple_composition_score(bridge, target_role="K")
+    weights = read_head_weights(bridge, ("O", "K", "crossQ"), stream="decoder")
+    for role in ("K", "crossQ"):
+        result = simple_composition_score(weights, target_role=role)
+        assert (result.stream, result.d_model) == ("decoder", 32)
+        assert result.scores.shape == (3, 4, 3, 4)
