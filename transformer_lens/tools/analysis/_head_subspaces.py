@@ -36,7 +36,7 @@ from transformer_lens.tools.analysis._linalg import (
     thin_svd,
     unit_scaled,
 )
-from transformer_lens.tools.analysis._pairwise_overlap import pairwise_overlap
+from transformer_lens.tools.analysis._pairwise_overlap import pairwise_overlaps
 
 #: Bound of the temporaries that factoring a chunk of heads takes; a chunk has one head at least.
 _CHUNK_BYTES = 32 * 1024**2
@@ -153,21 +153,44 @@ class HeadSubspaces:
             >>> subspaces.overlap("Q", "K").shape
             torch.Size([3, 2, 3, 2])
         """
-        source, target = self[source_role], self[target_role]
-        same = source_role == target_role
-        shape = source.ranks.shape + target.ranks.shape
-        with exact_arithmetic(source.bases.device):
-            scores = pairwise_overlap(
-                source.frames,
-                None if same else target.frames,
-                keep=None if keep is None else keep.reshape(source.ranks.numel(), -1),
-                progress=progress,
-            )
-        bound = min(source.bases.shape[-1], target.bases.shape[-1])
-        return clamped(scores, bound, "Projection Kernel").reshape(shape)
+        return overlaps(self, source_role, {target_role: keep}, progress=progress)[target_role]
 
     def __repr__(self) -> str:
         return f"HeadSubspaces({', '.join(map(repr, self.by_role.values()))})"
+
+
+def overlaps(
+    subspaces: HeadSubspaces,
+    source_role: AttentionRole,
+    keeps: Mapping[AttentionRole, torch.Tensor | None],
+    *,
+    progress: bool | None = None,
+) -> dict[AttentionRole, torch.Tensor]:
+    """:meth:`HeadSubspaces.overlap` of one source role with several target roles at once.
+
+    Args:
+        subspaces: The subspaces.
+        source_role: Role of the first two axes.
+        keeps: By target role the pairs that are wanted, ``None`` for all.
+        progress: As in the method.
+    """
+    source = subspaces[source_role]
+    targets = [
+        (
+            None if role == source_role else subspaces[role].frames,
+            None if keep is None else keep.reshape(source.ranks.numel(), -1),
+        )
+        for role, keep in keeps.items()
+    ]
+    with exact_arithmetic(source.bases.device):
+        scores = pairwise_overlaps(source.frames, targets, progress=progress)
+    results = {}
+    for role, of_role in zip(keeps, scores, strict=True):
+        target = subspaces[role]
+        bound = min(source.bases.shape[-1], target.bases.shape[-1])
+        shape = source.ranks.shape + target.ranks.shape
+        results[role] = clamped(of_role, bound, "Projection Kernel").reshape(shape)
+    return results
 
 
 def attention_head_subspaces(

@@ -14,7 +14,8 @@ A frame of rank 64 in 768 dimensions takes 6.3 MFLOP a pair the first way and 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil, isqrt
 
 import torch
@@ -59,27 +60,69 @@ def pairwise_overlap(
         The overlaps, non-negative, in the frames' dtype and on their device. Rounding is of the
         order of eps times ``‖A Aᵀ‖_F ‖B Bᵀ‖_F``.
     """
-    symmetric = target is None
-    other = source if target is None else target
-    if keep is None:
-        keep = torch.ones(len(source), len(other), dtype=torch.bool, device=source.device)
-    # The host walks the mask many times; one transfer is cheaper than a synchronisation each.
-    wanted = ((keep | keep.mT).triu() if symmetric else keep).cpu()
+    (scores,) = pairwise_overlaps(
+        source, [(target, keep)], byte_budget=byte_budget, progress=progress
+    )
+    return scores
 
-    scores = source.new_zeros(len(source), len(other))
-    rows, columns = _extent(wanted.any(1)), _extent(wanted.any(0))
-    if symmetric:
-        rows = columns = slice(min(rows.start, columns.start), max(rows.stop, columns.stop))
-    left, part = source[rows], wanted[rows, columns]
-    right = left if symmetric else other[columns]
-    if bool(part.any()):
-        compute = _by_projectors if _projectors_are_cheaper(left, right, part) else _by_overlaps
-        compute(left, right, part, scores[rows, columns], byte_budget, progress)
-    if symmetric:
-        upper = scores.triu(1)
-        scores = upper + upper.mT + scores.diagonal().diag_embed()
-    # A sum of squares; the projector form can round an empty overlap to just below zero.
-    return torch.where(keep, scores, 0).clamp_(min=0)
+
+def pairwise_overlaps(
+    source: Float[torch.Tensor, "source ambient source_width"],
+    targets: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+    *,
+    byte_budget: int = BYTE_BUDGET,
+    progress: bool | None = None,
+) -> list[torch.Tensor]:
+    """:func:`pairwise_overlap` of one source with several ``(target, keep)``.
+
+    What the projector form makes of the source serves all targets.
+    """
+    all_scores, keeps, wanted = [], [], []
+    for target, keep in targets:
+        shape = len(source), len(source if target is None else target)
+        if keep is None:
+            keep = torch.ones(shape, dtype=torch.bool, device=source.device)
+        # The host walks the mask many times; one transfer is cheaper than a synchronisation each.
+        wanted.append(((keep | keep.mT).triu() if target is None else keep).cpu())
+        keeps.append(keep)
+        all_scores.append(source.new_zeros(shape))
+
+    used = [mask.any(1) for mask in wanted]
+    used += [
+        mask.any(0) for (target, _), mask in zip(targets, wanted, strict=True) if target is None
+    ]
+    rows = _extent(torch.stack(used).any(0))
+    left, by_projectors = source[rows], []
+    for (target, _), mask, scores in zip(targets, wanted, all_scores, strict=True):
+        columns = rows if target is None else _extent(mask.any(0))
+        right = left if target is None else target[columns]
+        product = _Product(right, mask[rows, columns], scores[rows, columns])
+        if not bool(product.wanted.any()):
+            continue
+        if _projectors_are_cheaper(left, product):
+            by_projectors.append(product)
+        else:
+            _by_overlaps(left, product, byte_budget, progress)
+    if by_projectors:
+        _by_projectors(left, by_projectors, byte_budget, progress)
+
+    results = []
+    for (target, _), keep, scores in zip(targets, keeps, all_scores, strict=True):
+        if target is None:
+            upper = scores.triu(1)
+            scores = upper + upper.mT + scores.diagonal().diag_embed()
+        # A sum of squares; the projector form can round an empty overlap to just below zero.
+        results.append(torch.where(keep, scores, 0).clamp_(min=0))
+    return results
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """The frames ``right``, which pairs with them are wanted, and where the scores go."""
+
+    right: torch.Tensor
+    wanted: torch.Tensor
+    scores: torch.Tensor
 
 
 def _extent(flags: torch.Tensor) -> slice:
@@ -97,12 +140,13 @@ def spans(wanted: torch.Tensor, rows_per_span: int) -> Iterator[tuple[slice, sli
             yield rows, columns
 
 
-def _projectors_are_cheaper(left: torch.Tensor, right: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _projectors_are_cheaper(left: torch.Tensor, product: _Product) -> bool:
     """Compare the flop counts of the two formulations (module docstring)."""
+    right = product.right
     ambient, left_width, right_width = left.shape[1], left.shape[2], right.shape[2]
     pairs = sum(
         (rows.stop - rows.start) * (columns.stop - columns.start)
-        for rows, columns in spans(wanted, ROWS_PER_PRODUCT)
+        for rows, columns in spans(product.wanted, ROWS_PER_PRODUCT)
     )
     making = len(left) * left_width + (0 if right is left else len(right) * right_width)
     by_projectors = ambient**2 * (pairs + making)
@@ -111,33 +155,32 @@ def _projectors_are_cheaper(left: torch.Tensor, right: torch.Tensor, wanted: tor
 
 
 def _by_projectors(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    wanted: torch.Tensor,
-    scores: torch.Tensor,
-    byte_budget: int,
-    progress: bool | None,
+    left: torch.Tensor, products: Sequence[_Product], byte_budget: int, progress: bool | None
 ) -> None:
-    frames = [left] if right is left else [left, right]
     ambient = left.shape[1]
-    bytes_per_entry = sum(map(len, frames)) * left.element_size()
+    others = [len(product.right) for product in products if product.right is not left]
+    bytes_per_entry = (len(left) + max(others, default=0)) * left.element_size()
     largest_side = min(ambient, PREFERRED_SIDE, max(1, isqrt(byte_budget // bytes_per_entry)))
     # Blocks of equal size instead of full ones and a remainder.
     side = ceil(ambient / ceil(ambient / largest_side))
-    buffers = [frame.new_empty(len(frame) * side * side) for frame in frames]
-    products = list(spans(wanted, ROWS_PER_PRODUCT))
+    left_buffer = left.new_empty(len(left) * side * side)
+    right_buffer = left.new_empty(max(others, default=0) * side * side)
+    tiles = [list(spans(product.wanted, ROWS_PER_PRODUCT)) for product in products]
 
     bands = [slice(start, min(start + side, ambient)) for start in range(0, ambient, side)]
     blocks = [(i, j) for i in range(len(bands)) for j in range(i, len(bands))]
     for i, j in with_progress(blocks, progress, "pairwise overlap"):
-        made = [
-            _projector_block(frame, bands[i], bands[j], buffer)
-            for frame, buffer in zip(frames, buffers, strict=True)
-        ]
         # Blocks above the diagonal also stand for their mirror images below it.
         weight = 1 if i == j else 2
-        for rows, columns in products:
-            scores[rows, columns].addmm_(made[0][rows], made[-1][columns].mT, alpha=weight)
+        of_left = _projector_block(left, bands[i], bands[j], left_buffer)
+        for product, tiles_of_product in zip(products, tiles, strict=True):
+            of_right = of_left
+            if product.right is not left:
+                of_right = _projector_block(product.right, bands[i], bands[j], right_buffer)
+            for rows, columns in tiles_of_product:
+                product.scores[rows, columns].addmm_(
+                    of_left[rows], of_right[columns].mT, alpha=weight
+                )
 
 
 def _projector_block(
@@ -152,29 +195,25 @@ def _projector_block(
 
 
 def _by_overlaps(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    wanted: torch.Tensor,
-    scores: torch.Tensor,
-    byte_budget: int,
-    progress: bool | None,
+    left: torch.Tensor, product: _Product, byte_budget: int, progress: bool | None
 ) -> None:
     _, ambient, left_width = left.shape
-    right_width = right.shape[2]
+    right_width = product.right.shape[2]
     # A tile of n x n pairs holds n² products and two rearranged copies of n frames.
     bytes_per_pair = left.element_size() * (
         left_width * right_width + ambient * (left_width + right_width)
     )
     side = max(1, isqrt(byte_budget // bytes_per_pair))
-    for rows, columns in with_progress(list(spans(wanted, side)), progress, "pairwise overlap"):
+    tiles = list(spans(product.wanted, side))
+    for rows, columns in with_progress(tiles, progress, "pairwise overlap"):
         first = left[rows].mT.reshape(-1, ambient)
         for start in range(columns.start, columns.stop, side):
             tile = slice(start, min(start + side, columns.stop))
-            second = right[tile].mT.reshape(-1, ambient)
-            products = (first @ second.mT).view(
+            second = product.right[tile].mT.reshape(-1, ambient)
+            cosines = (first @ second.mT).view(
                 rows.stop - rows.start, left_width, tile.stop - tile.start, right_width
             )
-            scores[rows, tile] = products.square_().sum((1, 3))
+            product.scores[rows, tile] = cosines.square_().sum((1, 3))
 
 
 def with_progress(steps: list, progress: bool | None, description: str) -> Iterator:

@@ -24,8 +24,10 @@ in and scores differ a little.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from transformer_lens.tools.analysis._arguments import (
     ArgumentTypeError,
@@ -41,6 +43,7 @@ from transformer_lens.tools.analysis._head_subspaces import (
     HeadSubspaces,
     RoleSubspaces,
     attention_head_subspaces,
+    overlaps,
 )
 from transformer_lens.tools.analysis._head_weights import (
     AttentionRole,
@@ -132,7 +135,8 @@ def attention_head_subspace_affinity(
     """
     order = resolve_layer_order(source_role, target_role, layer_order)
     subspaces = _subspaces_of(model, (source_role, target_role), rank, rtol, stream)
-    return _affinity(subspaces, source_role, target_role, order, progress)
+    roles = source_role, target_role
+    return _affinities(subspaces, {roles: order}, progress)[roles]
 
 
 def attention_head_affinities(
@@ -170,18 +174,14 @@ def attention_head_affinities(
         raise ArgumentTypeError(
             f"pairings must be a sequence of pairings such as ('OQ', 'OK'), got {pairings!r}"
         )
-    roles = {pairing: roles_of(pairing) for pairing in pairings}
     orders = {
-        pairing: resolve_layer_order(*both, layer_order=layer_order)
-        for pairing, both in roles.items()
+        roles: resolve_layer_order(*roles, layer_order=layer_order)
+        for roles in map(roles_of, pairings)
     }
-    subspaces = _subspaces_of(
-        model, [role for both in roles.values() for role in both], rank, rtol, stream
-    )
-    return {
-        pairing: _affinity(subspaces, *both, orders[pairing], progress)
-        for pairing, both in roles.items()
-    }
+    every_role = [role for roles in orders for role in roles]
+    subspaces = _subspaces_of(model, every_role, rank, rtol, stream)
+    results = _affinities(subspaces, orders, progress)
+    return {source + target: results[source, target] for source, target in orders}
 
 
 def _subspaces_of(
@@ -201,18 +201,39 @@ def _subspaces_of(
     return model
 
 
-def _affinity(
+def _affinities(
+    subspaces: HeadSubspaces,
+    orders: Mapping[tuple[AttentionRole, AttentionRole], LayerOrder],
+    progress: bool | None,
+) -> dict[tuple[AttentionRole, AttentionRole], HeadAffinityResult]:
+    """A result for each pair of roles; pairs with the same source share the work on it."""
+    valid = {}
+    for (source_role, target_role), order in orders.items():
+        source, target = subspaces[source_role], subspaces[target_role]
+        mask = pair_mask(source, target, order).to(source.bases.device)
+        mask &= (source.retained_ranks[:, :, None, None] > 0) & (target.retained_ranks > 0)
+        valid[source_role, target_role] = mask
+    results = {}
+    for source_role in dict.fromkeys(source for source, _ in orders):
+        keeps = {target: mask for (source, target), mask in valid.items() if source == source_role}
+        for target_role, scores in overlaps(
+            subspaces, source_role, keeps, progress=progress
+        ).items():
+            roles = source_role, target_role
+            results[roles] = _result(subspaces, *roles, orders[roles], valid[roles], scores)
+    return results
+
+
+def _result(
     subspaces: HeadSubspaces,
     source_role: AttentionRole,
     target_role: AttentionRole,
     layer_order: LayerOrder,
-    progress: bool | None,
+    valid: torch.Tensor,
+    scores: torch.Tensor,
 ) -> HeadAffinityResult:
     source, target = subspaces[source_role], subspaces[target_role]
     source_ranks, target_ranks = source.retained_ranks, target.retained_ranks
-    valid = pair_mask(source, target, layer_order).to(source.bases.device)
-    valid &= (source_ranks[:, :, None, None] > 0) & (target_ranks > 0)
-    scores = subspaces.overlap(source_role, target_role, keep=valid, progress=progress)
     rank_products = source_ranks[:, :, None, None] * target_ranks
     # Pairs without a rank are not valid and score 0; the clamp spares them 0 / 0.
     normalized = scores / rank_products.clamp(min=1).to(scores.dtype).sqrt()
