@@ -173,6 +173,11 @@ def overlaps(
         source_role: Role of the first two axes.
         keeps: By target role the pairs that are wanted, ``None`` for all.
         progress: As in the method.
+
+    Example:
+        >>> found = overlaps(attention_head_subspaces(model), "O", {"Q": None, "K": None})
+        >>> {role: tuple(scores.shape) for role, scores in found.items()}
+        {'Q': (3, 2, 3, 2), 'K': (3, 2, 3, 2)}
     """
     source = subspaces[source_role]
     targets = [
