@@ -2,6 +2,7 @@
 #   make demo       the main job on a real model
 #   make test       all checks, as in CI
 #   make benchmark  this project against installed TransformerLens
+#   make figures    the figures of the guides, anew
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest --quiet
 SOURCES := $(shell find transformer_lens overlay -type f ! -name '*.pyc')
 
-.PHONY: demo test lint types unit slow overlay benchmark clean
+.PHONY: demo test lint types unit slow overlay benchmark figures clean
 
 demo: $(VENV)/project.stamp
 	$(BIN)/python demos/quick_start.py
@@ -36,6 +37,9 @@ overlay: $(VENV)/dev.stamp
 
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python tests/benchmarks/benchmark.py
+
+figures: $(VENV)/dev.stamp $(VENV)/project.stamp
+	$(BIN)/python demos/guide_figures.py
 
 # What the demo needs. torch comes first and by its pin, or the resolver would fetch the newest
 # build with all its accelerator libraries. The model's package would bring a model server along.

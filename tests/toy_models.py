@@ -99,7 +99,7 @@ def hybrid(dtype: torch.dtype = torch.float32):
 
 def t5():
     config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=16, num_layers=2, num_heads=4)
-    return bridge_of(config, "T5ForConditionalGeneration")[0]
+    return bridge_of(config, "T5ForConditionalGeneration")
 
 
 def bart():

@@ -23,9 +23,9 @@ MODULES = [
         "_head_subspaces",
         "_subspace",
         *(
-            f"head_affinity.{module.name}"
-            for module in pkgutil.iter_modules(head_affinity.__path__)
-            if not module.name.startswith("_")
+            module.name
+            for module in pkgutil.walk_packages(head_affinity.__path__, "head_affinity.")
+            if not module.ispkg and "._" not in module.name
         ),
     )
 ]

@@ -345,7 +345,7 @@ def test_what_is_no_bridge_is_refused():
     with pytest.raises(TypeError, match=r"must be a TransformerBridge, got Linear.*boot_transform"):
         attention_head_subspace_affinity(torch.nn.Linear(2, 2), target_role="Q")
     with pytest.raises(NotImplementedError, match="two residual streams"):
-        attention_head_subspace_affinity(toy_models.t5(), target_role="Q")
+        attention_head_subspace_affinity(toy_models.t5()[0], target_role="Q")
 
 
 def test_head_weights_on_the_meta_device_are_refused():

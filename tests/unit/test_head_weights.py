@@ -84,7 +84,7 @@ def test_stacks_that_take_turns_are_refused():
     with pytest.raises(NotImplementedError, match="stacks L_blocks, H_blocks, which take turns"):
         read_head_weights(bridge, ["Q"])
     with pytest.raises(NotImplementedError, match="two residual streams"):
-        read_head_weights(toy_models.t5(), ["Q"])
+        read_head_weights(toy_models.t5()[0], ["Q"])
 
 
 def test_a_role_that_cannot_be_read_stops_only_the_pairings_that_need_it():

@@ -8,10 +8,6 @@ import matplotlib
 import pytest
 import torch
 
-from transformer_lens.tools.analysis.head_affinity.comparison_plots import (
-    plot_detection,
-    plot_scatter,
-)
 from transformer_lens.tools.analysis.head_affinity.evaluation import (
     HeadLabels,
     head_detection,
@@ -19,6 +15,10 @@ from transformer_lens.tools.analysis.head_affinity.evaluation import (
 )
 from transformer_lens.tools.analysis.head_affinity.graph import head_graph
 from transformer_lens.tools.analysis.head_affinity.metrics import simple_composition_score
+from transformer_lens.tools.analysis.head_affinity.plots import (
+    plot_detection,
+    plot_scatter,
+)
 from transformer_lens.tools.analysis.head_affinity.significance import significance
 from transformer_lens.tools.analysis.projection_kernel import (
     HeadAffinityResult,

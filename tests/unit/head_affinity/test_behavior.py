@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.tools.analysis.head_affinity import behavior as module
-from transformer_lens.tools.analysis.head_affinity.behavior import attention_behavior
+from transformer_lens.tools.analysis.head_affinity.behavior import (
+    attention_behavior,
+    identity_head_scores,
+)
 
 import toy_models
 
@@ -79,6 +82,7 @@ def test_equals_hugging_face_attentions_in_loops(name, seen_tokens):
     bridge, weights = MODELS[name]()
     result = attention_behavior(bridge, batch=3, seq_len=6, seed=5)
     tokens = torch.cat(seen_tokens)
+    assert identity_head_scores(bridge, batch=3, seq_len=6, seed=5).equal(result.identity)
 
     reference = AutoModelForCausalLM.from_config(
         bridge.original_model.config, attn_implementation="eager"
@@ -249,7 +253,7 @@ def test_models_that_cannot_be_watched():
     with pytest.raises(TypeError, match="must be a TransformerBridge, got Linear"):
         attention_behavior(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="decoder-only"):
-        attention_behavior(toy_models.t5())
+        attention_behavior(toy_models.t5()[0])
     bridge, _ = toy_models.gpt2(n_layer=1)
     with pytest.raises(ValueError, match=r"Call model\.eval\(\)"):
         attention_behavior(bridge.train())

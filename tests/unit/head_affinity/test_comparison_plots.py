@@ -7,14 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from transformer_lens.tools.analysis.head_affinity.comparison_plots import (
+from transformer_lens.tools.analysis.head_affinity.evaluation import HeadLabels, head_detection
+from transformer_lens.tools.analysis.head_affinity.graph import head_graph
+from transformer_lens.tools.analysis.head_affinity.plots import (
     plot_detection,
+    plot_graph,
     plot_informativeness,
     plot_scatter,
 )
-from transformer_lens.tools.analysis.head_affinity.evaluation import HeadLabels, head_detection
-from transformer_lens.tools.analysis.head_affinity.graph import head_graph
-from transformer_lens.tools.analysis.head_affinity.graph_plots import plot_graph
 from transformer_lens.tools.analysis.projection_kernel import attention_head_affinities
 
 import toy_models
@@ -66,7 +66,20 @@ def test_detection_draws_the_curves_it_is_given(results):
         np.testing.assert_array_equal(line.get_xdata(), curve["recall"])
         np.testing.assert_array_equal(line.get_ydata(), curve["precision"])
     assert ax.lines[2].get_ydata()[0] == pytest.approx(3 / 12), "chance"
+    assert ax.get_title() == "3 of 12 heads labelled"
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert [name.split(":")[0] for name in names] == [
+        "O→Q Projection Kernel",
+        "O→K Projection Kernel",
+    ]
+
+    ax = plot_detection([head_detection(results["OQ"].relative(), labels), detections[0]])
     assert ax.get_title() == "O→Q, 3 of 12 heads labelled"
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert [name.split(":")[0] for name in names] == [
+        "relative Projection Kernel",
+        "Projection Kernel",
+    ]
     with pytest.raises(ValueError, match="no detections"):
         plot_detection([])
 
@@ -84,6 +97,16 @@ def test_informativeness_puts_every_number_in_its_cell():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["Q", "O"]
     cells = {text.get_position(): text.get_text() for text in ax.texts}
     assert cells == {(0, 0): "4.000", (1, 0): "3.000", (0, 1): "2.000", (1, 1): "1.000"}
+
+
+def test_informativeness_shows_the_roles_of_cross_attention_and_of_shared_rotary_keys():
+    roles = ["O", "crossQ", "rotaryK"]
+    table = pd.DataFrame(
+        {"source_role": ["O"] * 3, "target_role": roles, "divergence": [1.0, 2, 3]}
+    )
+    ax = plot_informativeness(table)
+    assert [label.get_text() for label in ax.get_xticklabels()] == roles
+    assert ax.images[0].get_array().tolist() == [[1.0, 2.0, 3.0]]
 
 
 @pytest.mark.parametrize("layout", ["layers", "circle"])

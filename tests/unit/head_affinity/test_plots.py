@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_lens.tools.analysis.head_affinity import plots
-from transformer_lens.tools.analysis.head_affinity.plots import plot_affinity, plot_distribution
+from transformer_lens.tools.analysis.head_affinity.plots import (
+    affinity,
+    plot_affinity,
+    plot_distribution,
+)
 from transformer_lens.tools.analysis.projection_kernel import (
-    HeadAffinityResult,
     attention_head_affinities,
     random_projection_kernel_moments,
 )
 
 import toy_models
+from toy_results import random_result
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -47,35 +50,6 @@ def without_matplotlib(monkeypatch):
 @pytest.fixture(scope="module")
 def results():
     return attention_head_affinities(toy_models.llama()[0], ("OK", "OQ", "QQ"))
-
-
-def random_result(layers: int, heads: int, rank: int = 8, **changes) -> HeadAffinityResult:
-    """Forward pairs with random scores."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (layers, heads, layers, heads)
-    order = torch.arange(layers)
-    valid = (order[:, None, None, None] < order[None, None, :, None]).expand(shape).clone()
-    scores = torch.rand(shape, generator=generator) * valid
-    ranks = torch.full((layers, heads), rank)
-    fields = {
-        "scores": scores,
-        "normalized": scores / rank,
-        "valid_mask": valid,
-        "source_role": "O",
-        "target_role": "Q",
-        "source_layer_indices": tuple(range(layers)),
-        "target_layer_indices": tuple(range(layers)),
-        "source_head_kind": "query",
-        "target_head_kind": "query",
-        "source_ranks": ranks,
-        "target_ranks": ranks,
-        "source_rank": rank,
-        "target_rank": rank,
-        "rank": None,
-        "rtol": 1e-6,
-        "d_model": 32,
-    }
-    return HeadAffinityResult(**(fields | changes))
 
 
 def tick_labels(axis) -> list[str]:
@@ -273,4 +247,4 @@ class TestBoth:
 
 @pytest.mark.usefixtures("without_matplotlib")
 def test_the_module_itself_does_not_need_matplotlib():
-    assert "plot_affinity" in runpy.run_path(plots.__file__)
+    assert "plot_affinity" in runpy.run_path(affinity.__file__)

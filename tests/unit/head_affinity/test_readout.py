@@ -177,3 +177,38 @@ def test_refusals():
         model.blocks[1].attn.o.weight[:, :8] = 0
     with pytest.raises(ValueError, match="L1H0 has no direction"):
         subspace_tokens(model, (1, 0))
+
+
+@pytest.fixture(scope="module")
+def t5():
+    model, weights = toy_models.t5()
+    with torch.no_grad():
+        model.decoder_ln_final.weight.copy_(torch.linspace(0.1, 3, model.cfg.d_model))
+    return model, weights
+
+
+class TestEncoderDecoder:
+    def expected(self, weights, layer, head, gain=1.0):
+        """From the checkpoint: the decoder's output map and the vectors of ``lm_head``."""
+        weight = weights[f"decoder.block.{layer}.layer.0.SelfAttention.o.weight"].double().numpy()
+        basis = np.linalg.qr(weight[:, 8 * head : 8 * (head + 1)])[0]
+        vectors = weights["lm_head.weight"].double().numpy() * gain
+        vectors = vectors - vectors.mean(0)
+        return np.linalg.norm(vectors @ basis, axis=1) / np.linalg.norm(vectors, axis=1)
+
+    def test_the_decoder_is_read(self, t5):
+        model, weights = t5
+        gain = np.linspace(0.1, 3, model.cfg.d_model)
+        with pytest.warns(UserWarning, match="fold_final_norm"):
+            raw = subspace_tokens(model, [(1, 2)], k=6)
+        check(raw, 0, self.expected(weights, 1, 2), 6)
+        folded = subspace_tokens(model, [(1, 2)], k=6, fold_final_norm=True)
+        check(folded, 0, self.expected(weights, 1, 2, gain), 6)
+        crossing = subspace_tokens(model, (0, 1), "crossQ", k=3, fold_final_norm=False)
+        assert crossing.heads[0].role == "crossQ"
+
+    def test_the_encoder_is_refused(self, t5):
+        model, _ = t5
+        subspaces = attention_head_subspaces(model, ("O",), stream="encoder")
+        with pytest.raises(ValueError, match="reads the decoder's residual stream"):
+            subspace_tokens(model, (0, 0), subspaces=subspaces)

@@ -22,6 +22,11 @@ _ATTENTION_NAMES = ("attn", "self_attn")
 _UNBRIDGED_NAMES = ("mixer", "temporal_block")
 
 
+def has_two_streams(model: Any) -> bool:
+    """Whether a bridge has an encoder's residual stream beside a decoder's."""
+    return not set(_STACKS.values()).isdisjoint(_block_stacks(model))
+
+
 def attention_layers(model: Any, architecture: str, stream: Stream | None) -> list[tuple[int, Any]]:
     """The self-attention modules of one residual stream, each with its block number.
 
@@ -77,7 +82,7 @@ def cross_attention_layers(
 def _blocks(model: Any, architecture: str, stream: Stream | None) -> list[tuple[int, Any]]:
     """The blocks of one residual stream that may have attention, in their order."""
     stacks = _block_stacks(model)
-    if set(_STACKS.values()) & set(stacks):
+    if has_two_streams(model):
         if stream is None:
             raise NotImplementedError(
                 f"{architecture} is an encoder-decoder model: its heads live in two residual "

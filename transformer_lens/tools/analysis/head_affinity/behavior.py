@@ -26,7 +26,7 @@ from transformer_lens.tools.analysis._model_state import require_eval_mode
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["AttentionBehavior", "attention_behavior"]
+__all__ = ["AttentionBehavior", "attention_behavior", "identity_head_scores"]
 
 _PATTERN_HOOK = re.compile(r"blocks\.(\d+)\.attn\.hook_pattern")
 
@@ -168,6 +168,30 @@ def attention_behavior(
         seq_len=seq_len,
         seed=seed,
     )
+
+
+def identity_head_scores(
+    model: Any, *, batch: int = 4, seq_len: int = 50, seed: int = 0
+) -> Float[torch.Tensor, "layer head"]:
+    """How much every head attends to its own position, and so copies (arXiv 2601.10266).
+
+    In GPT-2 small the paper labels L1H11 and L4H7, its top hub, Identity heads.
+
+    Args:
+        model, batch, seq_len, seed: As in :func:`attention_behavior`, which gives this score and
+            others from the same run.
+
+    Returns:
+        Mean attention to the own position, from 0 to 1, in float32 on the model's device.
+
+    Raises:
+        ArgumentTypeError, ValueError: As :func:`attention_behavior`.
+
+    Example:
+        >>> identity_head_scores(model, batch=2, seq_len=8).shape
+        torch.Size([3, 2])
+    """
+    return attention_behavior(model, batch=batch, seq_len=seq_len, seed=seed).identity
 
 
 def _scores_of(

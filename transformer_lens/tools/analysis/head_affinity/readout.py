@@ -22,6 +22,7 @@ from transformer_lens.tools.analysis._arguments import (
     ArgumentTypeError,
     require_integer,
 )
+from transformer_lens.tools.analysis._attention_stacks import Stream, has_two_streams
 from transformer_lens.tools.analysis._head_affinity_result import AttentionHeadRef
 from transformer_lens.tools.analysis._head_subspaces import (
     HeadSubspaces,
@@ -109,7 +110,8 @@ def subspace_tokens(
     are the same to this function: it takes ``model.W_U``.
 
     Args:
-        model: A ``TransformerBridge``. If it has a tokenizer, tokens are given as text too.
+        model: A ``TransformerBridge``; of an encoder-decoder model the decoder's heads are read. If
+            it has a tokenizer, tokens are given as text too.
         head: ``(layer, head)``, layers in the model's own numbering, or several; ``None`` for all
             heads. ``head`` counts key-value heads for the roles K and V.
         role: Which of a head's subspaces.
@@ -125,7 +127,8 @@ def subspace_tokens(
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if a head has no direction at
-            all, or as :func:`attention_head_subspaces` (with ``rank="measured"``) raises.
+            all, if the subspaces are of an encoder, or as :func:`attention_head_subspaces` (with
+            ``rank="measured"``) raises.
         KeyError: If there is no such head.
         NotImplementedError: As :func:`attention_head_subspaces`.
 
@@ -140,7 +143,14 @@ def subspace_tokens(
         (torch.Size([2, 3]), True)
     """
     if subspaces is None:
-        subspaces = attention_head_subspaces(model, (role,), rank="measured")
+        # The unembedding reads the decoder's stream where there are two.
+        stream: Stream | None = "decoder" if has_two_streams(model) else None
+        subspaces = attention_head_subspaces(model, (role,), rank="measured", stream=stream)
+    elif subspaces.stream == "encoder":
+        raise ValueError(
+            "the unembedding reads the decoder's residual stream, and these subspaces are of the "
+            "encoder's. Extract them with stream='decoder'"
+        )
     bases = subspaces[role]
     positions = _positions(bases, head)
     unembedding = model.W_U.detach()
@@ -213,7 +223,7 @@ def _positions(bases: RoleSubspaces, head: Any) -> list[tuple[int, int]]:
 
 def _final_norm_weight(model: Any) -> torch.Tensor | None:
     """What the final norm multiplies by, ``[d_model]``; ``None`` where it has no weight."""
-    norm = getattr(model, "ln_final", None)
+    norm = getattr(model, "decoder_ln_final" if has_two_streams(model) else "ln_final", None)
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None

@@ -1,8 +1,4 @@
-"""Figures of the head graph.
-
-Like those of ``plots``, the function draws on the axes it is given, or on a new figure, and returns
-the axes.
-"""
+"""Figures of the head graph."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ import networkx as nx
 import numpy as np
 
 from transformer_lens.tools.analysis._arguments import require_choice, require_instance
+from transformer_lens.tools.analysis._head_weights import ALL_ROLES
 from transformer_lens.tools.analysis._pairings import roles_of
-from transformer_lens.tools.analysis.head_affinity._figures import COLOURS, GREY, new_axes
+from transformer_lens.tools.analysis.head_affinity.plots._figures import COLOURS, GREY, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +78,11 @@ def plot_graph(
     from matplotlib.lines import Line2D
 
     positions = _by_layer(graph) if layout == "layers" else _on_circles(graph)
-    pairings = list(dict.fromkeys(data["pairing"] for *_, data in graph.edges(data=True)))
+    # In one order for all graphs, so that a pairing has its colour whatever its edges.
+    pairings = sorted(
+        {data["pairing"] for *_, data in graph.edges(data=True)},
+        key=lambda pairing: [ALL_ROLES.index(role) for role in roles_of(pairing)],
+    )
     for index, pairing in enumerate(pairings):
         edges = [
             (source, target, data["score"])

@@ -1,11 +1,4 @@
-"""Figures of head affinities.
-
-Every function draws on the axes it is given, or on a new figure, and returns the axes, so that
-everything else is left to matplotlib: ``plot_affinity(result).figure.savefig("affinity.png")``.
-Nothing global is changed. Colours are told apart with colour vision deficiencies too.
-
-matplotlib is an optional dependency: ``pip install "transformer-lens-projection-kernel[plots]"``.
-"""
+"""Figures of the affinities of one result: the matrix of all pairs, and their distribution."""
 
 from __future__ import annotations
 
@@ -17,18 +10,18 @@ import torch
 
 from transformer_lens.tools.analysis._arguments import require_instance
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
-from transformer_lens.tools.analysis.head_affinity._figures import (
+from transformer_lens.tools.analysis.head_affinity.informativeness import (
+    ambient_dimension,
+    chance_components,
+    rank_pairs,
+)
+from transformer_lens.tools.analysis.head_affinity.plots._figures import (
     BLUE,
     GREY,
     SKY_BLUE,
     VERMILION,
     metric_name,
     new_axes,
-)
-from transformer_lens.tools.analysis.head_affinity.informativeness import (
-    ambient_dimension,
-    chance_components,
-    rank_pairs,
 )
 
 if TYPE_CHECKING:

@@ -1,8 +1,4 @@
-"""Figures that compare: metrics with each other, heads with labels, pairings with chance.
-
-Like those of ``plots``, every function draws on the axes it is given, or on a new figure, and
-returns the axes.
-"""
+"""Figures that compare: metrics with each other, heads with labels, pairings with chance."""
 
 from __future__ import annotations
 
@@ -17,15 +13,16 @@ from transformer_lens.tools.analysis._arguments import (
     warn_if_states_differ,
 )
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
+from transformer_lens.tools.analysis._head_weights import ALL_ROLES
 from transformer_lens.tools.analysis._pairings import roles_of
-from transformer_lens.tools.analysis.head_affinity._figures import (
+from transformer_lens.tools.analysis.head_affinity.evaluation import HeadDetection
+from transformer_lens.tools.analysis.head_affinity.plots._figures import (
     COLOURS,
     GREY,
     VERMILION,
     metric_name,
     new_axes,
 )
-from transformer_lens.tools.analysis.head_affinity.evaluation import HeadDetection
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +100,7 @@ def plot_scatter(
 def plot_detection(
     detections: HeadDetection | Iterable[HeadDetection], ax: Axes | None = None
 ) -> Axes:
-    """Precision and recall of head detection, a curve per metric.
+    """Precision and recall of head detection, a curve per metric or pairing.
 
     Args:
         detections: From ``head_detection``. One, or several to compare.
@@ -136,16 +133,20 @@ def plot_detection(
         require_instance(detection, HeadDetection, "a detection")
     warn_if_states_differ(detection.weight_state for detection in several)
     ax = new_axes(ax, (6.0, 4.5))
+    first = several[0]
+    one_pairing = all(detection.pairing == first.pairing for detection in several)
     for position, detection in enumerate(several):
         curve = detection.curve()
+        name = metric_name(detection.metric)
+        if not one_pairing:
+            name = f"{'→'.join(roles_of(detection.pairing))} {name}"
         ax.plot(
             curve["recall"],
             curve["precision"],
             color=COLOURS[position % len(COLOURS)],
             linestyle=("-", "--", ":")[position // len(COLOURS) % 3],
-            label=f"{metric_name(detection.metric)}: {detection.average_precision:.3f}",
+            label=f"{name}: {detection.average_precision:.3f}",
         )
-    first = several[0]
     ax.axhline(first.chance, color="black", linestyle="--", linewidth=0.8)
     ax.text(1.0, first.chance, "chance", ha="right", va="top")
     ax.set_xlim(0, 1.02)
@@ -153,8 +154,10 @@ def plot_detection(
     ax.set_xlabel("recall of labelled heads")
     ax.set_ylabel("precision")
     positives = int(first.positive.sum())
-    arrow = "→".join(roles_of(first.pairing))
-    ax.set_title(f"{arrow}, {positives} of {len(first.heads)} heads labelled")
+    title = f"{positives} of {len(first.heads)} heads labelled"
+    if one_pairing:
+        title = f"{'→'.join(roles_of(first.pairing))}, {title}"
+    ax.set_title(title)
     ax.legend(title="average precision")
     return ax
 
@@ -180,9 +183,8 @@ def plot_informativeness(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         >>> [text.get_text() for text in plot_informativeness(table).texts]
         ['2.100', '2.200']
     """
-    order = ["Q", "K", "V", "O"]
-    rows = [role for role in order if role in set(table["source_role"])]
-    columns = [role for role in order if role in set(table["target_role"])]
+    rows = [role for role in ALL_ROLES if role in set(table["source_role"])]
+    columns = [role for role in ALL_ROLES if role in set(table["target_role"])]
     matrix = table.pivot(index="source_role", columns="target_role", values="divergence")
     values = matrix.loc[rows, columns].to_numpy()
     ax = new_axes(ax, (5.0, 4.2))
