@@ -31,5 +31,6 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 def metric_name(metric: str) -> str:
     """A result's ``metric`` as an axis calls it."""
     name = metric.removesuffix("_paper").replace("_", " ")
-    name = name.replace("projection kernel", "Projection Kernel").replace("cka", "CKA")
+    for proper in ("Projection Kernel", "Composition Score", "CKA", "Procrustes"):
+        name = name.replace(proper.lower(), proper)
     return f"{name} (paper's form)" if metric.endswith("_paper") else name

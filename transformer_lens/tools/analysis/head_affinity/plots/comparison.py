@@ -93,7 +93,8 @@ def plot_scatter(
     ax.set_ylabel(metric_name(other.metric))
     arrow = "→".join(roles_of(result.pairing))
     ax.set_title(f"{arrow}, {len(x):,} {result.layer_order} pairs")
-    ax.legend(loc="lower right")
+    # Below the axes: inside there is no corner without pairs.
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
     return ax
 
 
@@ -158,7 +159,7 @@ def plot_detection(
     if one_pairing:
         title = f"{'→'.join(roles_of(first.pairing))}, {title}"
     ax.set_title(title)
-    ax.legend(title="average precision")
+    ax.legend(title="average precision", fontsize="small", title_fontsize="small")
     return ax
 
 
