@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import matplotlib
+import matplotlib.pyplot as plt
+import networkx
 import pytest
 
+from transformer_lens.tools.analysis.head_affinity.evaluation import HeadLabels, head_detection
 from transformer_lens.tools.analysis.head_affinity.graph import head_graph
 from transformer_lens.tools.analysis.head_affinity.metrics import (
     read_head_weights,
     simple_composition_score,
 )
+from transformer_lens.tools.analysis.head_affinity.plots import plot_graph
 from transformer_lens.tools.analysis.head_affinity.significance import significance
 from transformer_lens.tools.analysis.projection_kernel import (
     HeadAffinityResult,
@@ -19,6 +24,8 @@ from transformer_lens.tools.analysis.projection_kernel import (
 
 import oracles
 import toy_models
+
+matplotlib.use("Agg")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +122,24 @@ def test_a_stream_is_remembered(bart, tmp_path):
     other = attention_head_subspace_affinity(bridge, target_role="Q", stream="encoder")
     with pytest.raises(ValueError, match="one stream, got .'decoder', 'encoder'."):
         head_graph([result, other])
+
+
+def test_heads_of_cross_attention_are_not_those_of_self_attention(bart):
+    """Head 2 of layer 0 writes to the cross-attention of its own layer, whose head 2 is another."""
+    results = attention_head_affinities(bart[0], ("OQ", "OcrossQ"), stream="decoder")
+    graph = head_graph(results, k=200, classes={"Copying": [(0, 2)]})
+    assert not list(networkx.selfloop_edges(graph))
+    assert graph.nodes["L0H2"] == {"layer": 0, "head": 2, "kind": "query", "head_class": "Copying"}
+    assert graph.nodes["L0X2"] == {"layer": 0, "head": 2, "kind": "cross", "head_class": ""}
+    score = graph["L0H2"]["L0X2"]["OcrossQ"]["score"]
+    assert score == results["OcrossQ"].score((0, 2), (0, 2))
+    names = {text.get_text() for text in plot_graph(graph).texts}
+    assert {"0.2", "0.x2"} <= names
+    plt.close("all")
+
+    labels = HeadLabels.from_dict({"Copying": ["0.2"]})
+    with pytest.raises(ValueError, match="OcrossQ scores heads of cross-attention"):
+        head_detection(results["OcrossQ"], labels)
 
 
 def test_other_metrics_take_the_weights_of_a_stream(bart):

@@ -10,6 +10,7 @@ import torch
 
 from transformer_lens.model_bridge.generalized_components.attention import PerLayerGeometryError
 from transformer_lens.tools.analysis._head_weights import read_head_weights
+from transformer_lens.tools.analysis.head_affinity.evaluation import HeadLabels, head_detection
 from transformer_lens.tools.analysis.head_affinity.graph import head_graph
 from transformer_lens.tools.analysis.head_affinity.metrics import simple_composition_score
 from transformer_lens.tools.analysis.head_affinity.plots import plot_affinity
@@ -168,6 +169,26 @@ def test_graphs_keep_key_value_heads_that_they_cannot_assign(bridge):
     }
     with pytest.raises(ValueError, match="same heads in every layer"):
         head_graph(results, kv_heads="expand")
+
+
+def test_labels_are_of_heads_that_there_are(bridge):
+    queries = attention_head_subspace_affinity(bridge, target_role="Q")
+    detection = head_detection(queries, HeadLabels.from_dict({"Wide": ["1.5", "2.3"]}))
+    assert set(detection.heads) == there("Q")
+    assert detection.chance == 2 / len(there("Q"))
+    for head, score in zip(detection.heads, detection.scores, strict=True):
+        best = [p.score for p in queries.top_pairs(10_000) if head in located(p)]
+        assert score == (max(best) if best else pytest.approx(queries.top_pairs(10_000)[-1].score))
+    with pytest.raises(ValueError, match="does not have: L2H4"):
+        head_detection(queries, HeadLabels.from_dict({"Absent": ["2.4"]}))
+    # Query heads 0 and 1 read key-value head 0 of layer 0, but 0 to 3 that of layer 2.
+    keys = attention_head_subspace_affinity(bridge, target_role="K")
+    with pytest.raises(ValueError, match="fewer key-value heads .role K. than others"):
+        head_detection(keys, HeadLabels.from_dict({"Wide": ["1.5"]}))
+
+
+def located(pair) -> set[tuple[int, int]]:
+    return {(head.layer, head.head) for head in (pair.source, pair.target)}
 
 
 def test_a_figure_leaves_absent_heads_grey(bridge):

@@ -413,3 +413,8 @@ class HeadAffinityResult:
         if not 0 <= number < heads:
             raise KeyError(f"{side} head {number} does not exist: {heads} {kind} heads a layer")
         return layers.index(layer), number
+
+
+def lacks_heads(ranks: Int[torch.Tensor, "layer head"]) -> bool:
+    """Whether a layer may have fewer heads than others: absent ones come last and have rank 0."""
+    return not bool(ranks[:, -1].all())

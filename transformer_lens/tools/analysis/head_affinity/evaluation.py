@@ -25,7 +25,10 @@ import numpy as np
 import torch
 
 from transformer_lens.tools.analysis._arguments import require_choice, require_instance
-from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
+from transformer_lens.tools.analysis._head_affinity_result import (
+    HeadAffinityResult,
+    lacks_heads,
+)
 from transformer_lens.tools.analysis.head_affinity._areas import (
     STATISTICS,
     Evaluation,
@@ -178,8 +181,9 @@ def head_detection(
 
     Raises:
         ArgumentTypeError: If the arguments are not of these types.
-        ValueError: If labels or ``exclude`` name a head that the model does not have, or if the
-            result has no valid pairs.
+        ValueError: If labels or ``exclude`` name a head that the model does not have, if the
+            result has no valid pairs, or if it is not of query heads of self-attention, nor of
+            key-value heads that are known to be read by some.
         ImportError: On access to a statistic, if scikit-learn is missing.
 
     Example:
@@ -228,8 +232,8 @@ def pair_retrieval(
 
     Raises:
         ArgumentTypeError: If the arguments are not of these types.
-        ValueError: If labels name a head that the model does not have, if there is no such class,
-            if the result has no valid pairs, or if no kind has a positive pair.
+        ValueError: As :func:`head_detection`, if there is no such class, or if no kind has a
+            positive pair.
         ImportError: On access to a statistic, if scikit-learn is missing.
 
     Example:
@@ -276,38 +280,66 @@ def _query_head_pairs(
     """All query heads, the valid pairs as positions among them ``[pair, 2]``, and their scores."""
     require_instance(result, HeadAffinityResult, "result")
     require_instance(labels, HeadLabels, "labels")
-    kinds = (result.source_head_kind, result.target_head_kind)
-    heads_of_axis = (result.scores.shape[1], result.scores.shape[3])
-    if "query" in kinds:
-        query_heads = heads_of_axis[kinds.index("query")]
-    elif labels.heads_per_layer is not None:
-        query_heads = labels.heads_per_layer
-    else:
+    axes = (
+        (result.source_role, result.source_head_kind, result.source_layer_indices),
+        (result.target_role, result.target_head_kind, result.target_layer_indices),
+    )
+    if any(role == "crossQ" for role, *_ in axes):
         raise ValueError(
-            f"{result.pairing} scores pairs of key-value heads, and labels name query heads: set "
-            "heads_per_layer in HeadLabels to the model's number of query heads per layer "
-            f"({heads_of_axis[0]} if it has no grouped-query attention)"
+            f"{result.pairing} scores heads of cross-attention, and labels name heads of "
+            "self-attention"
         )
+    ranks = [result.source_ranks, result.target_ranks]
+    query_heads = _query_heads(result, labels)
     scores, valid = result.scores, result.valid_mask
-    for axis, count in zip((1, 3), heads_of_axis, strict=True):
-        if query_heads % count:
-            raise ValueError(f"{query_heads} query heads cannot share {count} heads evenly")
-        scores = scores.repeat_interleave(query_heads // count, dim=axis)
-        valid = valid.repeat_interleave(query_heads // count, dim=axis)
+    for side, (role, kind, _) in enumerate(axes):
+        group, left_over = divmod(query_heads, ranks[side].shape[1])
+        if left_over:
+            raise ValueError(
+                f"{query_heads} query heads cannot share {ranks[side].shape[1]} heads evenly"
+            )
+        if kind == "kv" and group > 1 and role != "rotaryK" and lacks_heads(ranks[side]):
+            raise ValueError(
+                f"a layer has fewer key-value heads (role {role}) than others, so that the query "
+                "heads that read one are not known, and labels name query heads"
+            )
+        scores = scores.repeat_interleave(group, dim=1 + 2 * side)
+        valid = valid.repeat_interleave(group, dim=1 + 2 * side)
+        ranks[side] = ranks[side].repeat_interleave(group, dim=1)
     if not bool(valid.any()):
         raise ValueError("the result has no valid pairs")
 
     layers = sorted({*result.source_layer_indices, *result.target_layer_indices})
-    heads = tuple((layer, head) for layer in layers for head in range(query_heads))
+    rows = [np.searchsorted(layers, indices) for *_, indices in axes]
+    # Heads that a layer does not have, or that were pruned to nothing, are left out.
+    present = np.zeros((len(layers), query_heads), dtype=bool)
+    for row, of_axis in zip(rows, ranks, strict=True):
+        present[row] |= (of_axis > 0).cpu().numpy()
+    heads = tuple((layers[row], head) for row, head in np.argwhere(present).tolist())
+    position = present.cumsum().reshape(present.shape) - 1
     source_layer, source_head, target_layer, target_head = valid.nonzero().cpu().numpy().T
-    sides = [
-        np.searchsorted(layers, np.asarray(indices)[layer]) * query_heads + head
-        for indices, layer, head in (
-            (result.source_layer_indices, source_layer, source_head),
-            (result.target_layer_indices, target_layer, target_head),
+    pairs = (
+        position[rows[0][source_layer], source_head],
+        position[rows[1][target_layer], target_head],
+    )
+    return heads, np.stack(pairs, 1), scores[valid].to("cpu", torch.float64).numpy()
+
+
+def _query_heads(result: HeadAffinityResult, labels: HeadLabels) -> int:
+    """Query heads per layer."""
+    for kind, ranks in (
+        (result.source_head_kind, result.source_ranks),
+        (result.target_head_kind, result.target_ranks),
+    ):
+        if kind == "query":
+            return ranks.shape[1]
+    if labels.heads_per_layer is None:
+        raise ValueError(
+            f"{result.pairing} scores pairs of key-value heads, and labels name query heads: set "
+            "heads_per_layer in HeadLabels to the model's number of query heads per layer "
+            f"({result.source_ranks.shape[1]} if it has no grouped-query attention)"
         )
-    ]
-    return heads, np.stack(sides, 1), scores[valid].to("cpu", torch.float64).numpy()
+    return labels.heads_per_layer
 
 
 def _positions(wanted: Iterable[Head], heads: tuple[Head, ...], name: str) -> list[int]:

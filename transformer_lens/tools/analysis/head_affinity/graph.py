@@ -26,6 +26,7 @@ from transformer_lens.tools.analysis._arguments import (
 from transformer_lens.tools.analysis._head_affinity_result import (
     AttentionHeadRef,
     HeadAffinityResult,
+    lacks_heads,
 )
 from transformer_lens.tools.analysis._head_weights import HEAD_KINDS, AttentionRole, HeadKind
 from transformer_lens.tools.analysis.head_affinity.reference import require_scipy
@@ -49,16 +50,17 @@ def head_graph(
 ) -> nx.MultiDiGraph:
     """The ``k`` highest-scoring pairs of every pairing as a graph.
 
-    Nodes are named like ``L4H7`` and carry ``layer``, ``head``, ``kind`` (``"query"`` or ``"kv"``)
-    and ``head_class``. Edges run from source to target, have the pairing as their key, and carry
-    ``pairing``, ``rank`` (1 for the pairing's best), ``score`` and ``normalized``, and ``z``, ``p``
-    and ``q`` where significances were given. Edges of unordered pairs (``layer_order="distinct"``)
-    run from the first to the second by layer and head, which means nothing more. The graph carries
-    ``metric`` and ``k``.
+    Nodes are named like ``L4H7`` and carry ``layer``, ``head``, ``kind`` (``"query"``, ``"kv"`` or
+    ``"cross"``) and ``head_class``. Edges run from source to target, have the pairing as their key,
+    and carry ``pairing``, ``rank`` (1 for the pairing's best), ``score`` and ``normalized``, and
+    ``z``, ``p`` and ``q`` where significances were given. Edges of unordered pairs
+    (``layer_order="distinct"``) run from the first to the second by layer and head, which means
+    nothing more. The graph carries ``metric`` and ``k``.
 
     Key-value heads of a grouped-query model are heads of their own, named ``L4KV1``: none of the
     query heads that read one need have its number. Where each query head has its own, key-value
-    head 7 is query head 7 and is named so.
+    head 7 is query head 7 and is named so. A head of cross-attention (role crossQ) is another than
+    the head of its number in the same block's self-attention, and is named ``L4X7``.
 
     Args:
         results: A result of one metric per pairing; a :class:`Significance` stands for its result.
@@ -272,7 +274,6 @@ class _Naming:
         query_heads: int | None,
     ) -> None:
         counts: dict[AttentionRole, int] = {}
-        #: Roles of which a layer may have fewer heads than others; absent heads have rank 0.
         varying = set()
         for result, _ in scored:
             for role, ranks in (
@@ -284,7 +285,7 @@ class _Naming:
                         f"results disagree on the number of heads of role {role}: "
                         f"{counts[role]} and {ranks.shape[1]}"
                     )
-                if not bool(ranks[:, -1].all()):
+                if lacks_heads(ranks):
                     varying.add(role)
         by_kind: dict[HeadKind, set[int]] = {"query": set(), "kv": set()}
         for role, count in counts.items():
@@ -329,11 +330,13 @@ class _Naming:
 
     def nodes_of(self, head: AttentionHeadRef) -> list[tuple[str, dict[str, Any]]]:
         """Names and attributes of the nodes that a head stands for."""
+        if head.role == "crossQ":
+            name = f"L{head.layer}X{head.head}"
+            return [(name, _unlabelled(head, "cross"))]
         per_kv_head = self._groups.get(head.role, 1)
         if per_kv_head != 1 and not self.expands(head):
             name = f"L{head.layer}KV{head.head}"
-            kept = {"layer": head.layer, "head": head.head, "kind": "kv", "head_class": ""}
-            return [(name, kept)]
+            return [(name, _unlabelled(head, "kv"))]
         group = per_kv_head if self.expands(head) else 1
         return [
             (
@@ -347,3 +350,8 @@ class _Naming:
             )
             for query in range(head.head * group, (head.head + 1) * group)
         ]
+
+
+def _unlabelled(head: AttentionHeadRef, kind: str) -> dict[str, Any]:
+    """Attributes of a node that is no query head of self-attention, which classes are given for."""
+    return {"layer": head.layer, "head": head.head, "kind": kind, "head_class": ""}

@@ -117,7 +117,7 @@ def plot_graph(
         edgecolors="black",
         linewidths=0.6,
     )
-    names = {node: node.removeprefix("L").replace("H", ".").replace("KV", ".kv") for node in graph}
+    names = {node: _short_name(node) for node in graph}
     nx.draw_networkx_labels(graph, positions, ax=ax, labels=names, font_size=6.5)
 
     handles = [
@@ -146,6 +146,14 @@ def plot_graph(
     ax.set_title(f"The {graph.graph['k']} strongest pairs of each pairing")
     ax.set_axis_off()
     return ax
+
+
+def _short_name(node: str) -> str:
+    """``4.7`` for ``L4H7``, ``4.kv1`` for ``L4KV1``, ``4.x7`` for ``L4X7``."""
+    name = node.removeprefix("L")
+    for marker, short in (("H", "."), ("KV", ".kv"), ("X", ".x")):
+        name = name.replace(marker, short)
+    return name
 
 
 def _by_layer(graph: nx.MultiDiGraph) -> dict[str, np.ndarray]:
