@@ -416,5 +416,10 @@ class HeadAffinityResult:
 
 
 def lacks_heads(ranks: Int[torch.Tensor, "layer head"]) -> bool:
-    """Whether a layer may have fewer heads than others: absent ones come last and have rank 0."""
+    """Whether a layer may have fewer heads than others: absent ones come last and have rank 0.
+
+    Example:
+        >>> lacks_heads(torch.tensor([[8, 8], [8, 0]]))
+        True
+    """
     return not bool(ranks[:, -1].all())
