@@ -11,13 +11,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest --quiet
 SOURCES := $(shell find transformer_lens overlay -type f ! -name '*.pyc')
 
-.PHONY: demo test lint types unit slow overlay benchmark figures clean
+.PHONY: demo test lint types unit slow architectures overlay benchmark figures clean
 
 demo: $(VENV)/project.stamp
 	$(BIN)/python demos/quick_start.py
 
 # Docs and notebooks are tests like others: the quick ones are in unit, the rest in slow.
-test: lint types unit slow overlay
+test: lint types unit slow architectures overlay
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -30,7 +30,11 @@ unit: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow and not overlay"
 
 slow: $(VENV)/dev.stamp
-	$(PYTEST) -m "slow and not overlay" --durations 10
+	$(PYTEST) -m "slow and not overlay" --ignore tests/architectures --durations 10
+
+# Hundreds of tiny models, a thread each: the cores are better used by several processes.
+architectures: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(PYTEST) tests/architectures --numprocesses auto
 
 overlay: $(VENV)/dev.stamp
 	$(PYTEST) -m overlay --durations 5
