@@ -9,10 +9,11 @@ import pytest
 import transformers
 
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+from transformer_lens.tools.analysis.head_affinity.behavior import attention_behavior
 
 from . import bench
 from .layouts import Fused, blocked, per_head
-from .table import ARCHITECTURES, variants_of
+from .table import ARCHITECTURES, GEOMETRIES, variants_of
 
 pytestmark = pytest.mark.slow
 
@@ -63,3 +64,20 @@ def test_a_wrong_layout_would_be_noticed(monkeypatch, key, name, out, wrong):
 
     assert outcomes.pop("OO") == "right"
     assert all(outcome.startswith("WRONG: off by") for outcome in outcomes.values())
+
+
+def test_heads_that_a_layer_lacks_have_no_behaviour():
+    key = "LagunaForCausalLM"
+    row = next(row for row in variants_of(key) if row.label == "more heads in some layers")
+    model = bench.tiny_model(key, row, GEOMETRIES["multi-head"])
+    model.set_attn_implementation("eager")
+
+    found = attention_behavior(bench.bridge_of(model, key), batch=1, seq_len=4)
+
+    for scores in (found.previous_token, found.induction, found.identity):
+        present = ~scores.isnan()
+        assert present.sum(1).tolist() == [4, 8, 4, 8]
+        assert present[:, :4].all()
+        assert bool(((scores[present] > 0) & (scores[present] < 1)).all())
+    assert found.to_dataframe().groupby("layer").size().tolist() == [4, 8, 4, 8]
+    assert "nan" not in repr(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -206,6 +207,12 @@ def with_deficient_head(*, pruned: bool = False):
     return bridge, weights
 
 
+def test_subspaces_can_be_copied_and_sent_to_other_processes():
+    subspaces = attention_head_subspaces(toy_models.gpt2()[0], ("O", "Q"))
+    for copied in (copy.deepcopy(subspaces), pickle.loads(pickle.dumps(subspaces))):
+        assert torch.equal(copied.overlap("O", "Q"), subspaces.overlap("O", "Q"))
+
+
 def test_a_deficient_head_is_named_unless_ranks_are_measured():
     bridge, _ = with_deficient_head()
     with pytest.raises(
@@ -324,7 +331,7 @@ def test_weights_that_are_not_finite_are_refused(bad):
         ({"target_role": "Q", "layer_order": "back"}, ValueError, "layer_order of O->Q"),
         ({"target_role": "Q", "rank": 9}, ValueError, "rank must be between 1 and 8"),
         ({"target_role": "Q", "rank": 2.0}, TypeError, "rank must be an integer"),
-        ({"target_role": "Q", "rank": "full"}, TypeError, "rank must be an integer"),
+        ({"target_role": "Q", "rank": "Measured"}, TypeError, "rank must be None, an integer or"),
         ({"target_role": "Q", "rtol": -1}, ValueError, "rtol must be a finite"),
     ],
 )

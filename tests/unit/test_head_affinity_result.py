@@ -149,10 +149,18 @@ def test_a_score_is_asked_for_by_layer_and_head():
     assert result.score((1, 1), (5, 3)) == result.scores[0, 1, 2, 3].item()
     with pytest.raises(KeyError, match="target layer 2 has no attention"):
         result.score((1, 1), (2, 0))
-    with pytest.raises(KeyError, match="source head 2 does not exist: 2 query heads"):
+    with pytest.raises(KeyError, match="source head 2 does not exist: layer 1 has 2 query heads"):
         result.score((1, 2), (5, 0))
     with pytest.raises(ValueError, match="O of L5H0 and K of L1H0 are no valid pair"):
         result.score((5, 0), (1, 0))
+    for wrong in ("L0H1", (1,), (1, 0.5), (True, 0), 3):
+        with pytest.raises(TypeError, match="source"):
+            result.score(wrong, (5, 0))
+    with pytest.raises(ValueError, match="head of target must be at least 0, got -1"):
+        result.score((1, 1), (5, -1))
+    uneven = make_result(source_head_counts=(2, 2, 1))
+    with pytest.raises(KeyError, match="source head 1 does not exist: layer 5 has 1 query heads"):
+        uneven.score((5, 1), (5, 0))
 
 
 def test_relative_scores_have_the_means_of_their_heads_removed():
@@ -215,6 +223,42 @@ def test_a_file_holds_the_whole_result(tmp_path):
                 assert torch.equal(before, after) and before.dtype == after.dtype
             else:
                 assert before == after and type(before) is type(after)
+
+
+def test_a_file_holds_a_result_whose_axes_share_their_ranks(tmp_path):
+    ranks, pairs = torch.full((3, 2), 4), torch.rand(3, 2, 3, 2)
+    layers = {"source_layer_indices": (0, 1, 2), "target_layer_indices": (0, 1, 2)}
+    result = dataclasses.replace(
+        make_result(),
+        source_ranks=ranks,
+        target_ranks=ranks,
+        scores=pairs,
+        normalized=pairs,
+        valid_mask=torch.ones(3, 2, 3, 2, dtype=torch.bool),
+        source_head_counts=(2, 2, 1),
+        **layers,
+    )
+    result.save(tmp_path / "result.safetensors")
+    loaded = HeadAffinityResult.load(tmp_path / "result.safetensors")
+    assert torch.equal(loaded.source_ranks, ranks) and torch.equal(loaded.target_ranks, ranks)
+    assert torch.equal(loaded.scores, pairs) and torch.equal(loaded.normalized, pairs)
+    assert (loaded.source_head_counts, loaded.target_head_counts) == ((2, 2, 1), None)
+
+
+@pytest.mark.parametrize("fields", [None, "{}", "[]", '{"rank": '])
+def test_a_damaged_file_is_named(fields, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "damaged.safetensors"
+    make_result().save(path)
+    with safe_open(path, "pt") as file:
+        metadata = {"format": file.metadata()["format"]}
+    if fields is not None:
+        metadata["fields"] = fields
+    save_file(load_file(path), path, metadata)
+    with pytest.raises(ValueError, match="damaged.safetensors is a damaged HeadAffinityResult"):
+        HeadAffinityResult.load(path)
 
 
 def test_other_files_are_refused(tmp_path):

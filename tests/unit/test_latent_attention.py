@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transformer_lens.tools.analysis.head_affinity.metrics import simple_composition_score
+from transformer_lens.tools.analysis.head_affinity.metrics import (
+    composition_score,
+    simple_composition_score,
+)
 from transformer_lens.tools.analysis.projection_kernel import (
     attention_head_affinities,
     attention_head_subspace_affinity,
@@ -109,3 +112,15 @@ def test_other_metrics_take_the_same_matrices():
     expected = torch.linalg.norm(out.T @ query.T) / torch.linalg.norm(out) / query.norm()
     found = simple_composition_score(bridge, target_role="Q").score((0, 1), (2, 0))
     assert found == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("target_role", ["Q", "K"])
+def test_queries_and_keys_of_different_widths_make_no_circuit(bridge, target_role):
+    with pytest.raises(NotImplementedError, match=f"layer 0: heads of role {target_role} are ."):
+        composition_score(bridge, target_role=target_role)
+    assert composition_score(bridge, target_role="V").target_ranks.min() > 0
+
+
+def test_the_rotary_key_has_no_composition_score(bridge):
+    with pytest.raises(ValueError, match="role rotaryK is no side of a map"):
+        composition_score(bridge, target_role="rotaryK")

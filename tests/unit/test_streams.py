@@ -6,10 +6,14 @@ import matplotlib
 import matplotlib.pyplot as plt
 import networkx
 import pytest
+import torch
 
 from transformer_lens.tools.analysis.head_affinity.evaluation import HeadLabels, head_detection
 from transformer_lens.tools.analysis.head_affinity.graph import head_graph
 from transformer_lens.tools.analysis.head_affinity.metrics import (
+    composition_score,
+    linear_cka,
+    procrustes_similarity,
     read_head_weights,
     simple_composition_score,
 )
@@ -151,3 +155,33 @@ def test_other_metrics_take_the_weights_of_a_stream(bart):
         result = simple_composition_score(weights, target_role=role)
         assert (result.stream, result.d_model) == ("decoder", 32)
         assert result.scores.shape == (3, 4, 3, 4)
+
+
+@pytest.mark.parametrize("make", [toy_models.bart, toy_models.t5])
+def test_a_compiled_model_has_two_streams_as_well(make):
+    model, _ = make()
+    compiled = torch.compile(model)
+    with pytest.raises(NotImplementedError, match="Choose one with"):
+        attention_head_subspace_affinity(compiled, target_role="Q")
+    expected = attention_head_subspace_affinity(model, target_role="Q", stream="decoder")
+    found = attention_head_subspace_affinity(compiled, target_role="Q", stream="decoder")
+    assert torch.equal(found.scores, expected.scores) and found.stream == "decoder"
+
+
+def test_other_metrics_take_a_stream(bart):
+    model, _ = bart
+    for metric in (
+        composition_score,
+        simple_composition_score,
+        linear_cka,
+        procrustes_similarity,
+    ):
+        read = read_head_weights(model, ("O", "V", "Q", "K"), stream="decoder")
+        expected = metric(read, target_role="K")
+        found = metric(model, target_role="K", stream="decoder")
+        assert torch.equal(found.scores, expected.scores) and found.stream == "decoder"
+        with pytest.raises(ValueError, match="stream was decided when the weights were read"):
+            metric(read, target_role="K", stream="decoder")
+    assert simple_composition_score(model, target_role="crossQ", stream="decoder").stream
+    with pytest.raises(ValueError, match="role crossQ is no side of a map"):
+        composition_score(model, target_role="crossQ", stream="decoder")

@@ -280,3 +280,9 @@ def test_random_moments_of_the_paper():
 def test_impossible_dimensions_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         random_projection_kernel_moments(*arguments)
+
+
+def test_singular_values_beyond_the_range_are_refused():
+    with pytest.raises(ValueError, match=r"beyond the range of torch.float32. Divide the matrix"):
+        orthonormal_subspace(torch.full((4, 1), 3e38))
+    assert orthonormal_subspace(torch.full((4, 1), 1.5e38)).rank == 1

@@ -167,7 +167,7 @@ def test_graphs_keep_key_value_heads_that_they_cannot_assign(bridge):
     assert {name for name, kind in kinds.items() if kind == "kv"} == {
         f"L{layer}KV{head}" for layer, head in there("K") if layer > 0
     }
-    with pytest.raises(ValueError, match="same heads in every layer"):
+    with pytest.raises(ValueError, match="as many heads in every layer"):
         head_graph(results, kv_heads="expand")
 
 

@@ -19,6 +19,7 @@ from transformer_lens.tools.analysis.head_affinity.plots import (
     plot_detection,
     plot_scatter,
 )
+from transformer_lens.tools.analysis.head_affinity.readout import subspace_tokens
 from transformer_lens.tools.analysis.head_affinity.significance import significance
 from transformer_lens.tools.analysis.projection_kernel import (
     HeadAffinityResult,
@@ -135,4 +136,40 @@ def test_comparing_different_states_warns(raw_result, folded_result, folded, com
 def test_a_null_of_the_other_state_warns(raw_result, folded):
     with pytest.warns(UserWarning, match=DIFFERENT) as caught:
         significance(raw_result, folded[0], n_samples=10)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("make", [toy_models.deepseek, toy_models.hybrid])
+def test_what_processing_does_not_fold_stays_raw(make):
+    """Their adapters leave the norms where they are, and TransformerLens warns of that."""
+    model, _ = make()
+    for name, parameter in model.original_model.named_parameters():
+        if "input_layernorm" in name:
+            parameter.data.uniform_(0.5, 2)
+    before = attention_head_subspace_affinity(model, target_role="K")
+    with pytest.warns(UserWarning, match="does not support fold_ln"):
+        model.enable_compatibility_mode(disable_warnings=True)
+    after = attention_head_subspace_affinity(model, target_role="K")
+    assert torch.equal(before.scores, after.scores)
+    assert (before.weights, after.weights) == ("raw", "raw")
+
+
+@pytest.mark.parametrize("make", [toy_models.gpt2, toy_models.neox, toy_models.bloom])
+def test_norms_that_subtract_the_mean_are_folded_and_what_is_written_is_centred(make):
+    model, _ = make()
+    model.enable_compatibility_mode(disable_warnings=True)
+    assert attention_head_subspaces(model, ("O",)).weights == "folded"
+
+
+def test_subspaces_at_hand_of_the_other_state_warn(folded):
+    subspaces = attention_head_subspaces(bridge()[0], ("O",))
+    with pytest.warns(UserWarning, match=DIFFERENT) as caught:
+        subspace_tokens(folded[0], (0, 0), k=1, fold_final_norm=False, subspaces=subspaces)
+    assert caught[0].filename == __file__
+
+
+def test_a_rotation_null_of_the_other_state_warns(folded):
+    scores = simple_composition_score(bridge()[0], target_role="Q")
+    with pytest.warns(UserWarning, match=DIFFERENT) as caught:
+        significance(scores, folded[0], null="rotation")
     assert caught[0].filename == __file__

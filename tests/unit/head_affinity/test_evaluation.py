@@ -234,6 +234,8 @@ def test_what_cannot_be_evaluated_is_refused():
         head_detection(result, {"A": ["0.1"]})
     with pytest.raises(ValueError, match="a class in positives"):
         pair_retrieval(result, LABELS, [("A", "C")])
+    with pytest.raises(TypeError, match="positives must be pairs of classes"):
+        pair_retrieval(result, LABELS, ("A", "A"))
     with pytest.raises(ValueError, match="same-class"):
         pair_retrieval(result, LABELS, "same class")
     with pytest.raises(ValueError, match="no valid OQ pair"):
@@ -382,6 +384,8 @@ def test_labels_of_ones_own(tmp_path):
     path.write_text("class,layer,head,source\nA,5,1,here\nA,5,10,\nB,6,9,there\n")
     labels = HeadLabels.from_csv(path, heads_per_layer=12)
     assert labels.classes == expected.classes
+    path.write_text("\ufeff" + path.read_text(), encoding="utf-8")  # as spreadsheets write it
+    assert HeadLabels.from_csv(path, heads_per_layer=12) == labels
     assert [entry.source for entry in labels.entries] == ["here", None, "there"]
 
 
@@ -405,4 +409,7 @@ def test_labels_that_are_none(tmp_path):
         HeadLabels.from_json(path)
     path.write_text("class,layer\nA,5\n")
     with pytest.raises(ValueError, match="head"):
+        HeadLabels.from_csv(path)
+    path.write_text("class,layer,head\nA,5,1\nA,x,2\n")
+    with pytest.raises(ValueError, match="labels, row 2: layer and head must be integers, got 'x'"):
         HeadLabels.from_csv(path)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import pytest
+import torch
 
 from transformer_lens.tools.analysis.head_affinity.graph import head_graph, hubs, write_graph
+from transformer_lens.tools.analysis.head_affinity.labels import HeadLabels
 from transformer_lens.tools.analysis.head_affinity.metrics import simple_composition_score
 from transformer_lens.tools.analysis.head_affinity.significance import significance
-from transformer_lens.tools.analysis.projection_kernel import attention_head_affinities
+from transformer_lens.tools.analysis.projection_kernel import (
+    attention_head_affinities,
+    attention_head_subspace_affinity,
+    attention_head_subspaces,
+)
 
 import toy_models
+import toy_results
 
 PAIRINGS = ("OQ", "OK", "OV")
 
@@ -74,14 +81,9 @@ def test_significance_goes_onto_the_edges(mha):
     assert all("q" not in edge for *_, edge in graph.edges(data=True) if edge["pairing"] == "OQ")
 
 
-@dataclass
-class Labels:
-    classes: dict
-
-
 def test_classes(mha):
     classes = {"Induction": [(2, 0), (1, 3)], "Copying": ((1, 3),)}
-    for given in (classes, Labels(classes)):
+    for given in (classes, HeadLabels.from_dict(classes)):
         graph = head_graph(mha, k=1000, classes=given)
         assert graph.nodes["L2H0"]["head_class"] == "Induction"
         assert graph.nodes["L1H3"]["head_class"] == "Induction, Copying"
@@ -176,9 +178,9 @@ def test_betweenness_counts_the_paths_through_a_head():
     graph = nx.MultiDiGraph()
     for node, layer in (("a", 0), ("b", 1), ("c", 2)):
         graph.add_node(node, layer=layer, head=0)
-    graph.add_edge("a", "b", key="OK", score=1.0)
-    graph.add_edge("a", "b", key="OQ", score=1.0)
-    graph.add_edge("b", "c", key="OK", score=1.0)
+    graph.add_edge("a", "b", key="OK", score=1.0, directed=True)
+    graph.add_edge("a", "b", key="OQ", score=1.0, directed=True)
+    graph.add_edge("b", "c", key="OK", score=1.0, directed=True)
     table = hubs(graph).set_index("node")
     # One of the two ordered pairs of other heads, (a, c), is joined; its way leads through b.
     assert table["betweenness"].to_dict() == {"a": 0, "b": 0.5, "c": 0}
@@ -233,3 +235,78 @@ def test_files_of_other_kinds_and_without_pydot(mha, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydot", None)
     with pytest.raises(ImportError, match="pip install pydot"):
         write_graph(graph, tmp_path / "heads.dot")
+
+
+@pytest.mark.parametrize("centre", range(4))
+def test_a_star_of_unordered_pairs_has_its_hub_in_the_middle(centre):
+    """Wherever it stands in the order of heads, which an unordered pair knows nothing of."""
+    layers = torch.arange(4)
+    star = (layers[:, None] < layers) & ((layers[:, None] == centre) | (layers == centre))
+    scores = torch.where(star, 1.0, 0.0)[:, None, :, None]
+    result = toy_results.random_result(
+        4, 1, source_role="Q", target_role="Q", layer_order="distinct", scores=scores
+    )
+    graph = head_graph(result, k=3)
+    table = hubs(graph).set_index("node")
+    assert not any(directed for *_, directed in graph.edges(data="directed"))
+    assert table.index[0] == f"L{centre}H0"
+    best = table.iloc[0]
+    assert best["degree"] == best["in_degree"] == best["out_degree"] == 3
+    assert best["weighted_in"] == best["weighted_out"] == best["weighted_degree"] == 3
+    assert best["betweenness"] == 1
+    assert (table["betweenness"].iloc[1:] == 0).all()
+    # All leaves rank alike, and with damping d: centre (1-d)/4 + 3 d leaf, leaf (1-d)/4 + d/3 c.
+    leaf = (0.15 / 4 + 0.85 / 3 * 0.15 / 4) / (1 - 0.85**2)
+    np.testing.assert_allclose(table["pagerank"].iloc[1:], leaf, atol=1e-5)
+
+
+@pytest.mark.parametrize("pruned", [0, 3])
+def test_a_pruned_head_changes_no_names(pruned):
+    model, _ = toy_models.gpt2()
+    model.blocks[0].attn.o.weight.data[8 * pruned : 8 * pruned + 8] = 0
+    results = attention_head_affinities(model, ("OQ", "OK"), rank="measured")
+    for kv_heads in ("keep", "expand"):
+        graph = head_graph(results, k=1000, kv_heads=kv_heads)
+        assert {kind for _, kind in graph.nodes(data="kind")} == {"query"}
+        assert set(graph) == {f"L{layer}H{head}" for layer in range(3) for head in range(4)} - {
+            f"L0H{pruned}"
+        }
+
+
+def test_the_shared_rotary_key_is_a_node_of_its_own():
+    model, _ = toy_models.deepseek()
+    results = attention_head_affinities(model, ("OK", "OrotaryK"))
+    graph = head_graph(results, k=1000)
+    targets = {(key, target) for _, target, key in graph.edges(keys=True)}
+    assert targets == {("OrotaryK", f"L{layer}R0") for layer in (1, 2)} | {
+        ("OK", f"L{layer}H{head}") for layer in (1, 2) for head in range(4)
+    }
+    assert graph.nodes["L2R0"]["kind"] == "rotary"
+    expanded = head_graph(results["OrotaryK"], k=1, kv_heads="expand")
+    best = results["OrotaryK"].top_pairs(1)[0].target
+    assert {t for _, t in expanded.edges()} == {f"L{best.layer}H{head}" for head in range(4)}
+
+
+def test_results_of_different_models_are_not_mixed(mha):
+    wide = toy_models.gpt2(n_embd=64)[0]
+    deep = toy_models.gpt2(n_layer=5)[0]
+    fewer = toy_models.gpt2(n_head=2)[0]
+    for other, message in (
+        (wide, r"their d_model differ: 32 \(OK\), 64 \(VV\)"),
+        (deep, r"their attention layers differ"),
+    ):
+        result = attention_head_subspace_affinity(other, source_role="V", target_role="V")
+        with pytest.raises(ValueError, match=message):
+            head_graph([mha["OK"], result])
+    result = attention_head_subspace_affinity(fewer, target_role="Q")
+    with pytest.raises(ValueError, match=r"heads of role O differ: 4 \(OK\), 2 \(OQ\)"):
+        head_graph([mha["OK"], result])
+    unknown = replace(mha["OK"], d_model=None)
+    assert head_graph([unknown, mha["OQ"]]).number_of_edges() == 40
+
+
+def test_what_is_no_result_or_no_head_is_refused(mha):
+    with pytest.raises(TypeError, match="each of results must be a HeadAffinityResult"):
+        head_graph([attention_head_subspaces(toy_models.gpt2()[0])])
+    with pytest.raises(ValueError, match="a head is named like 'L5H1' or '5.1', got '51'"):
+        head_graph(mha, classes={"A": ["51"]})

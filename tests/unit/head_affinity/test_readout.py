@@ -212,3 +212,48 @@ class TestEncoderDecoder:
         subspaces = attention_head_subspaces(model, ("O",), stream="encoder")
         with pytest.raises(ValueError, match="reads the decoder's residual stream"):
             subspace_tokens(model, (0, 0), subspaces=subspaces)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_unembedding_vectors_that_are_not_finite(value, fold):
+    model, _ = toy_models.llama()
+    model.unembed.weight.data[7, 3] = value
+    with pytest.raises(ValueError, match="unembedding vector of token 7 must hold finite values"):
+        subspace_tokens(model, (1, 1), k=3, fold_final_norm=fold)
+
+
+@pytest.mark.parametrize("exponent", [-100, -40, 40, 100])
+def test_the_scale_of_the_unembedding_does_not_matter(exponent):
+    model, _ = toy_models.llama()
+    expected = subspace_tokens(model, (1, 1), k=5)
+    model.unembed.weight.data *= 2.0**exponent
+    found = subspace_tokens(model, (1, 1), k=5)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.scores, expected.scores)
+
+
+def test_what_is_the_mean_up_to_rounding_has_no_direction():
+    model, _ = toy_models.llama()
+    weight = model.unembed.weight.data
+    weight[5] = (weight.sum(0) - weight[5]) / (len(weight) - 1)
+    found = subspace_tokens(model, (1, 1), k=len(weight))
+    row = found.token_ids[0].tolist().index(5)
+    assert found.scores[0, row] == 0
+    assert (found.scores[0] > 0.05).sum() == len(weight) - 1
+    weight[:] = weight[5].clone()
+    assert subspace_tokens(model, (1, 1), k=3).scores.tolist() == [[0, 0, 0]]
+
+
+def test_all_heads_are_those_that_there_are():
+    model, _ = toy_models.gpt2()
+    model.blocks[1].attn.o.weight.data[8:16] = 0
+    found = subspace_tokens(model, k=1)
+    expected = {(layer, head) for layer in range(3) for head in range(4)} - {(1, 1)}
+    assert {(head.layer, head.head) for head in found.heads} == expected
+    with pytest.raises(ValueError, match="role O of L1H1 has no direction at all"):
+        subspace_tokens(model, (1, 1))
+    with pytest.raises(TypeError, match="head of a head must be an integer, got True"):
+        subspace_tokens(model, (1, True))
+    with pytest.raises(TypeError, match="subspaces must be a HeadSubspaces, got int"):
+        subspace_tokens(model, subspaces=5)

@@ -244,14 +244,29 @@ def test_ranks_that_differ_make_a_mixture():
     assert found.edges[-1] == 2
     expected = 0.75 * scipy.stats.norm.cdf(1, 0.5, np.sqrt(random_variance(12, 3, 2)))
     expected += 0.25 * scipy.stats.norm.cdf(1, 1 / 6, np.sqrt(random_variance(12, 1, 2)))
-    below = 0.75 * scipy.stats.norm.cdf(0, 0.5, np.sqrt(random_variance(12, 3, 2)))
-    below += 0.25 * scipy.stats.norm.cdf(0, 1 / 6, np.sqrt(random_variance(12, 1, 2)))
-    # 1 lies in the middle of the 128th bin; half of its probability is less than 0.005.
-    assert found.reference[:128].sum() == pytest.approx(expected - below, abs=0.005)
+    # What the normal law gives to negative scores is in the first bin. 1 lies in the middle of the
+    # 128th, half of whose probability is less than 0.005.
+    assert found.reference[:128].sum() == pytest.approx(expected, abs=0.005)
 
 
 def random_variance(d, p, q):
     return 2 * p * q * (d - p) * (d - q) / (d**2 * (d - 1) * (d + 2))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_divergence_is_none_of_mass_that_got_lost(rank):
+    generator = np.random.default_rng(2)
+    # Many heads, so that no bin of the reference is empty.
+    subspaces = subspaces_of(
+        O=haar(generator, 2, 300, 24, rank), Q=haar(generator, 2, 300, 24, rank)
+    )
+    found = informativeness(attention_head_subspace_affinity(subspaces, target_role="Q"))
+    assert found.reference.sum() == pytest.approx(1, abs=1e-12)
+    assert found.divergence >= 0
+    standard = np.sqrt(random_variance(24, rank, rank))
+    lowest = scipy.stats.norm.cdf(rank / 255, rank**2 / 24, standard)
+    assert lowest > 0.05
+    assert found.reference[0] == pytest.approx(lowest)
 
 
 def test_only_projection_kernels_are_informative(random_heads):
@@ -548,3 +563,42 @@ def test_refusals(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ImportError, match=r"projection-kernel\[evaluation\]"):
         significance(result, model, null="rotation")
+
+
+def test_another_model_is_refused():
+    model = toy_models.gpt2()[0]
+    kernel = attention_head_subspace_affinity(model, target_role="K")
+    scores = composition_score(model, target_role="K")
+    for other, message in (
+        (toy_models.gpt2(n_embd=64)[0], "stream is 32 wide, the model's 64"),
+        (
+            toy_models.gpt2(n_layer=2)[0],
+            r"in each of the layers \[0, 1, 2\], the model 4 in",
+        ),
+        (toy_models.gpt2(n_head=2)[0], "the result has 4 heads of role O"),
+    ):
+        for result, null in ((kernel, "anisotropic"), (scores, "rotation")):
+            with pytest.raises(ValueError, match=message):
+                significance(result, other, null=null, n_samples=10)
+    # A target axis of query heads on key-value heads is the Composition Score's own.
+    grouped = toy_models.llama()[0]
+    significance(composition_score(grouped, target_role="K"), grouped, null="rotation")
+
+
+@pytest.mark.parametrize("null", ["rotation", "anisotropic", "degree"])
+def test_a_result_without_pairs_has_a_verdict_without_pairs(null):
+    model = toy_models.gpt2(n_layer=1, n_head=1)[0]
+    result = attention_head_subspace_affinity(model, source_role="Q", target_role="Q")
+    verdict = significance(result, model, null=null, n_samples=10)
+    assert verdict.p.tolist() == verdict.q.tolist() == [[[[1.0]]]]
+
+
+@pytest.mark.parametrize("wrong", [[[0.1, 0.2]], [0.1, float("nan")], [1.5], [-0.1, 0.5]])
+def test_what_is_no_probability_is_refused(wrong):
+    with pytest.raises(ValueError, match="p_values must be one-dimensional and between 0 and 1"):
+        benjamini_hochberg(wrong)
+
+
+def test_p_values_as_a_list_or_a_tensor():
+    for values in ([0.01, 0.5, 0.02], torch.tensor([0.01, 0.5, 0.02], dtype=torch.float64)):
+        np.testing.assert_allclose(benjamini_hochberg(values), [0.03, 0.5, 0.03])

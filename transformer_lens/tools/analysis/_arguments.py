@@ -42,6 +42,17 @@ def require_integer(value: Any, name: str, *, minimum: int = 1, maximum: int | N
     return number
 
 
+def require_head(value: Any, name: str) -> tuple[int, int]:
+    """Return ``value`` as ``(layer, head)``, both ``int`` and not negative."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ArgumentTypeError(f"{name} must be (layer, head), got {value!r}")
+    layer, head = (
+        require_integer(part, f"{what} of {name}", minimum=0)
+        for part, what in zip(value, ("layer", "head"), strict=True)
+    )
+    return layer, head
+
+
 def require_tolerance(value: Any, name: str) -> float:
     """Return ``value`` as a finite, non-negative ``float``."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -22,6 +22,16 @@ _ATTENTION_NAMES = ("attn", "self_attn")
 _UNBRIDGED_NAMES = ("mixer", "temporal_block")
 
 
+def architecture_name(model: Any) -> str:
+    """The model's architecture as its checkpoint names it, else the name of its class."""
+    cfg = getattr(model, "cfg", None)
+    for attribute in ("original_architecture", "architecture"):
+        name = getattr(cfg, attribute, None)
+        if name:
+            return str(name)
+    return type(model).__name__
+
+
 def has_two_streams(model: Any) -> bool:
     """Whether a bridge has an encoder's residual stream beside a decoder's."""
     return not set(_STACKS.values()).isdisjoint(_block_stacks(model))
@@ -36,7 +46,7 @@ def attention_layers(model: Any, architecture: str, stream: Stream | None) -> li
         ValueError: If the model has no attention, or one stream only and one is named.
         NotImplementedError: If its blocks have no one order, or two streams and none is named.
     """
-    blocks = _blocks(model, architecture, stream)
+    blocks = attention_blocks(model, architecture, stream)
     layers = []
     for layer, block in blocks:
         name = next((name for name in _ATTENTION_NAMES if hasattr(block, name)), None)
@@ -67,7 +77,7 @@ def cross_attention_layers(
     """
     layers = [
         (layer, block.cross_attn)
-        for layer, block in _blocks(model, architecture, stream)
+        for layer, block in attention_blocks(model, architecture, stream)
         if hasattr(block, "cross_attn")
     ]
     if not layers:
@@ -79,8 +89,13 @@ def cross_attention_layers(
     return layers
 
 
-def _blocks(model: Any, architecture: str, stream: Stream | None) -> list[tuple[int, Any]]:
-    """The blocks of one residual stream that may have attention, in their order."""
+def attention_blocks(model: Any, architecture: str, stream: Stream | None) -> list[tuple[int, Any]]:
+    """The blocks of one residual stream that have bridged attention, each with its number.
+
+    Raises:
+        ValueError, NotImplementedError: As :func:`attention_layers`, which finds other attention
+            too.
+    """
     stacks = _block_stacks(model)
     if has_two_streams(model):
         if stream is None:
@@ -105,7 +120,8 @@ def _blocks(model: Any, architecture: str, stream: Stream | None) -> list[tuple[
 
 def _block_stacks(model: Any) -> list[str]:
     """Names of the block lists that the bridge enumerates."""
-    modules: dict[str, Any] = getattr(model, "_modules", None) or {}
+    bridge = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    modules: dict[str, Any] = getattr(bridge, "_modules", None) or {}
     return [
         name
         for name, blocks in modules.items()

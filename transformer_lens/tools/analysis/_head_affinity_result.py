@@ -11,13 +11,18 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from transformer_lens.tools.analysis._arguments import ArgumentTypeError, Rank, require_integer
+from transformer_lens.tools.analysis._arguments import (
+    ArgumentTypeError,
+    Rank,
+    require_head,
+    require_integer,
+)
 from transformer_lens.tools.analysis._head_weights import (
     AttentionRole,
     HeadKind,
     Stream,
-    WeightState,
 )
+from transformer_lens.tools.analysis._weight_state import WeightState
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +83,7 @@ class HeadAffinityResult:
         source_layer_indices, target_layer_indices: Block numbers of the layer axes.
         source_head_kind, target_head_kind: Whether a head axis counts query or key-value heads.
         source_ranks, target_ranks: Measured ranks ``[layer, head]``, before any truncation; 0 for
-            heads that a layer lacks, where layers differ in their number.
+            heads that a layer lacks.
         source_rank, target_rank: Largest number of directions that any head retained.
         rank: The ``rank`` that was asked for.
         rtol: The relative singular-value threshold that was applied.
@@ -91,6 +96,8 @@ class HeadAffinityResult:
         weights: ``"raw"`` as the checkpoint has them, or ``"folded"`` once the model was processed
             (norms folded in, writing weights centred), which changes subspaces and scores.
         stream: Whose heads these are in an encoder-decoder model.
+        source_head_counts, target_head_counts: How many heads each layer has, where layers differ;
+            ``None`` if all have as many as the axis. Absent heads come last.
     """
 
     scores: Float[torch.Tensor, "source_layer source_head target_layer target_head"]
@@ -113,6 +120,8 @@ class HeadAffinityResult:
     d_model: int | None = None
     weights: WeightState = "raw"
     stream: Stream | None = None
+    source_head_counts: tuple[int, ...] | None = None
+    target_head_counts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.source_ranks.shape) + tuple(self.target_ranks.shape)
@@ -124,9 +133,12 @@ class HeadAffinityResult:
                 )
         for name, layers in (
             ("source_layer_indices", shape[0]),
+            ("source_head_counts", shape[0]),
             ("target_layer_indices", shape[2]),
+            ("target_head_counts", shape[2]),
         ):
-            if len(getattr(self, name)) != layers:
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != layers:
                 raise ValueError(f"{name} must have one entry per layer, {layers} in all")
         if self.valid_mask.dtype != torch.bool:
             raise ArgumentTypeError(f"valid_mask must be Boolean, got {self.valid_mask.dtype}")
@@ -267,6 +279,7 @@ class HeadAffinityResult:
                 (``layer_order="distinct"``) the two may be exchanged.
 
         Raises:
+            ArgumentTypeError: If a head is no ``(layer, head)``.
             KeyError: If there is no such head.
             ValueError: If the pair does not belong to ``layer_order``.
 
@@ -275,6 +288,8 @@ class HeadAffinityResult:
             >>> round(result.score((0, 1), (2, 0)), 3)
             3.0
         """
+        source = require_head(source, "source")
+        target = require_head(target, "target")
         where = self._position("source", source) + self._position("target", target)
         if self.layer_order == "distinct" and not self.valid_mask[where]:
             where = where[2:] + where[:2]
@@ -346,7 +361,8 @@ class HeadAffinityResult:
         from safetensors.torch import save_file
 
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        tensors = {name: v.contiguous() for name, v in fields.items() if torch.is_tensor(v)}
+        # Copies: within one role both axes share their ranks, and the format shares nothing.
+        tensors = {name: v.contiguous().clone() for name, v in fields.items() if torch.is_tensor(v)}
         rest = {name: value for name, value in fields.items() if name not in tensors}
         save_file(tensors, path, {"format": _FILE_FORMAT, "fields": json.dumps(rest)})
 
@@ -373,10 +389,14 @@ class HeadAffinityResult:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
-        fields = json.loads(metadata["fields"])
-        for name in ("source_layer_indices", "target_layer_indices"):
-            fields[name] = tuple(fields[name])
-        return cls(**tensors, **fields)
+        try:
+            fields = json.loads(metadata["fields"])
+            for name, value in fields.items():
+                if isinstance(value, list):
+                    fields[name] = tuple(value)
+            return cls(**tensors, **fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is a damaged HeadAffinityResult: {error}") from error
 
     def __repr__(self) -> str:
         def axis(side: str) -> str:
@@ -405,21 +425,15 @@ class HeadAffinityResult:
 
     def _position(self, side: str, head: tuple[int, int]) -> tuple[int, int]:
         layers = getattr(self, f"{side}_layer_indices")
-        heads = getattr(self, f"{side}_ranks").shape[1]
+        counts = getattr(self, f"{side}_head_counts")
         kind = getattr(self, f"{side}_head_kind")
         layer, number = head
         if layer not in layers:
             raise KeyError(f"{side} layer {layer} has no attention; attention layers: {layers}")
+        position = layers.index(layer)
+        heads = counts[position] if counts else getattr(self, f"{side}_ranks").shape[1]
         if not 0 <= number < heads:
-            raise KeyError(f"{side} head {number} does not exist: {heads} {kind} heads a layer")
-        return layers.index(layer), number
-
-
-def lacks_heads(ranks: Int[torch.Tensor, "layer head"]) -> bool:
-    """Whether a layer may have fewer heads than others: absent ones come last and have rank 0.
-
-    Example:
-        >>> lacks_heads(torch.tensor([[8, 8], [8, 0]]))
-        True
-    """
-    return not bool(ranks[:, -1].all())
+            raise KeyError(
+                f"{side} head {number} does not exist: layer {layer} has {heads} {kind} heads"
+            )
+        return position, number

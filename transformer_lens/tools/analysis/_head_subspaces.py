@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 
 from transformer_lens.tools.analysis._arguments import (
+    ArgumentTypeError,
     Rank,
     require_integer,
     require_tolerance,
@@ -22,7 +22,6 @@ from transformer_lens.tools.analysis._head_weights import (
     HeadKind,
     HeadWeights,
     Stream,
-    WeightState,
     read_head_weights,
     require_finite_heads,
     require_role,
@@ -37,6 +36,7 @@ from transformer_lens.tools.analysis._linalg import (
     unit_scaled,
 )
 from transformer_lens.tools.analysis._pairwise_overlap import pairwise_overlaps
+from transformer_lens.tools.analysis._weight_state import WeightState
 
 #: Bound of the temporaries that factoring a chunk of heads takes; a chunk has one head at least.
 _CHUNK_BYTES = 32 * 1024**2
@@ -55,13 +55,16 @@ class RoleSubspaces:
         bases: Orthonormal bases. A head that retains fewer directions than the widest one ends in
             zero columns.
         ranks: Measured ranks (int64), before truncation by ``rank``. 0 too for heads that a layer
-            lacks, where layers differ in their number.
+            lacks.
+        head_counts: How many heads each layer has, where layers differ; ``None`` if all have as
+            many as the head axis. Absent heads come last.
     """
 
     role: AttentionRole
     layer_indices: tuple[int, ...]
     bases: Float[torch.Tensor, "layer head d_model rank"]
     ranks: Int[torch.Tensor, "layer head"]
+    head_counts: tuple[int, ...] | None = None
 
     @property
     def kind(self) -> HeadKind:
@@ -252,6 +255,8 @@ def attention_head_subspaces(
         for matrix in role_weights.matrices
         if len(matrix)
     ]
+    if isinstance(rank, str) and rank != "measured":
+        raise ArgumentTypeError(f"rank must be None, an integer or 'measured', got {rank!r}")
     if rank != "measured" and rank is not None:
         rank = require_integer(rank, "rank", maximum=min(min(size[1:]) for size in sizes))
     dtype = weights.compute_dtype
@@ -264,7 +269,7 @@ def attention_head_subspaces(
     with exact_arithmetic(weights.device):
         by_role = {role: _extract(weights, role, rank, threshold, dtype) for role in roles}
     return HeadSubspaces(
-        by_role=MappingProxyType(by_role),
+        by_role=by_role,
         rank=rank,
         rtol=threshold,
         weights=weights.state,
@@ -302,7 +307,8 @@ def _extract(
                         f"(rank={rank!r}, rtol={rtol:.3g}). Pass rank='measured' to let every head "
                         "keep its own rank"
                     )
-    return RoleSubspaces(role, layer_indices, bases, ranks)
+    counts = tuple(map(len, matrices))
+    return RoleSubspaces(role, layer_indices, bases, ranks, counts if min(counts) < heads else None)
 
 
 def _frames(

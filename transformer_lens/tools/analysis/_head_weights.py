@@ -21,14 +21,15 @@ from transformer_lens.tools.analysis._attention_layouts import (
 )
 from transformer_lens.tools.analysis._attention_stacks import (
     Stream,
+    architecture_name,
     attention_layers,
     cross_attention_layers,
 )
 from transformer_lens.tools.analysis._linalg import compute_dtype
+from transformer_lens.tools.analysis._weight_state import WeightState, is_processed, weight_state
 
 AttentionRole = Literal["Q", "K", "V", "O", "crossQ", "rotaryK"]
 HeadKind = Literal["query", "kv"]
-WeightState = Literal["raw", "folded"]
 
 #: The roles that attention of every kind has.
 ROLES: tuple[AttentionRole, ...] = ("Q", "K", "V", "O")
@@ -164,8 +165,8 @@ def read_head_weights(
             f"model must be a TransformerBridge, got {type(model).__name__}; load it with "
             "TransformerBridge.boot_transformers(name)"
         )
-    architecture = _architecture_name(model)
-    processed = bool(getattr(model, "_weights_processed", False))
+    architecture = architecture_name(model)
+    processed = is_processed(model)
     layers = attention_layers(model, architecture, stream)
     by_role = {}
     for role in roles:
@@ -178,19 +179,9 @@ def read_head_weights(
         by_role=by_role,
         architecture=architecture,
         device=_home_device(model, by_role),
-        state="folded" if processed else "raw",
+        state=weight_state(model, stream),
         stream=stream,
     )
-
-
-def _architecture_name(model: Any) -> str:
-    """The model's architecture as its checkpoint names it, else the name of its class."""
-    cfg = getattr(model, "cfg", None)
-    for attribute in ("original_architecture", "architecture"):
-        name = getattr(cfg, attribute, None)
-        if name:
-            return str(name)
-    return type(model).__name__
 
 
 def _home_device(model: Any, by_role: Mapping[AttentionRole, RoleWeights]) -> torch.device:

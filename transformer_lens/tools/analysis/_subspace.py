@@ -116,7 +116,8 @@ def orthonormal_subspace(
 
     Raises:
         ArgumentTypeError, ValueError: If the matrix is not a finite, non-empty floating-point
-            matrix, if it is zero, or if ``rank`` exceeds the measured rank.
+            matrix, if it is zero, if its singular values are beyond the range of the dtype, or if
+            ``rank`` exceeds the measured rank.
 
     Example:
         >>> subspace = orthonormal_subspace(torch.tensor([[3.0, 6.0], [4.0, 8.0], [0.0, 0.0]]))
@@ -147,6 +148,11 @@ def orthonormal_subspace(
         left, scaled_values = thin_svd(scaled)
         measured_rank = int((scaled_values > tolerance * scaled_values[0]).sum())
         values = scaled_values * scale.squeeze()
+    if not bool(values[0].isfinite()):
+        raise ValueError(
+            f"the largest singular value of this {shape} {matrix.dtype} matrix is beyond the range "
+            f"of {work.dtype}. Divide the matrix by a constant, its column space stays the same"
+        )
     threshold = tolerance * float(values[0])
     if measured_rank == 0:
         raise ValueError(

@@ -49,7 +49,6 @@ from transformer_lens.tools.analysis._head_weights import (
     AttentionRole,
     HeadKind,
     Stream,
-    WeightState,
 )
 from transformer_lens.tools.analysis._pairings import pair_mask, resolve_layer_order, roles_of
 from transformer_lens.tools.analysis._subspace import (
@@ -60,6 +59,7 @@ from transformer_lens.tools.analysis._subspace import (
     projection_kernel,
     random_projection_kernel_moments,
 )
+from transformer_lens.tools.analysis._weight_state import WeightState
 
 __all__ = [
     "AttentionHeadRef",
@@ -257,4 +257,6 @@ def _result(
         d_model=subspaces.d_model,
         weights=subspaces.weights,
         stream=subspaces.stream,
+        source_head_counts=source.head_counts,
+        target_head_counts=target.head_counts,
     )

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from transformer_lens.tools.analysis._head_weights import WeightState
+from transformer_lens.tools.analysis._weight_state import WeightState
 from transformer_lens.tools.analysis.head_affinity.labels import Head, HeadLabels
 
 #: What can be computed from scores and labels.

@@ -117,6 +117,14 @@ class FrameReader:
     def _circuit_layer(self, role: AttentionRole, position: int) -> _Layer:
         own, own_scales, own_factor = self._factored(role, position)
         _, partner_scales, partner_factor = self._factored(CIRCUIT_PARTNERS[role], position)
+        if own.shape[-1] != partner_factor.shape[-1]:
+            layer = self._weights[role].layer_indices[position]
+            raise NotImplementedError(
+                f"{self._weights.architecture}, layer {layer}: heads of role {role} are "
+                f"{own.shape[-1]} wide and those of role {CIRCUIT_PARTNERS[role]} "
+                f"{partner_factor.shape[-1]}, as where all heads share a rotary key: these two "
+                "make no circuit. Use simple_composition_score"
+            )
         own_group, partner_group = self._groups(own_factor, partner_factor, role, position)
         # Key-value heads are repeated as their small factors, never as their weights.
         own_factor = own_factor.repeat_interleave(own_group, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from jaxtyping import Float
 
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis._head_subspaces import RoleSubspaces
-from transformer_lens.tools.analysis._head_weights import AttentionRole, read_head_weights
+from transformer_lens.tools.analysis._head_weights import AttentionRole, HeadWeights
 from transformer_lens.tools.analysis._linalg import (
     exact_arithmetic,
     singular_values,
@@ -42,9 +41,16 @@ _NORMAL_MAD = 1.4826022185056018
 Verdicts = tuple[Float[np.ndarray, "source target"], Float[np.ndarray, "source target"]]
 
 
-def by_rotation(result: HeadAffinityResult, model: Any) -> Verdicts:
-    """Every head turned at random."""
-    spectra = _spectra(result, model)
+def rotated_roles(result: HeadAffinityResult) -> list[AttentionRole]:
+    """The roles whose weights decide a result's spectra."""
+    own = (result.source_role, result.target_role)
+    circuits = result.metric == "composition_score"
+    return list(dict.fromkeys(own + tuple(CIRCUIT_PARTNERS[role] for role in own) * circuits))
+
+
+def by_rotation(result: HeadAffinityResult, weights: HeadWeights | None) -> Verdicts:
+    """Every head turned at random; Projection Kernels do without the weights."""
+    spectra = _rank_spectra(result) if weights is None else _spectra(result, weights)
     reference = random_overlap_reference(*spectra, ambient_dimension(result))
     overlaps = _flat(result.scores)
     if "composition" in result.metric:
@@ -59,17 +65,21 @@ def _standardised(overlaps: np.ndarray, reference: OverlapReference) -> np.ndarr
     return np.where(varies, (overlaps - reference.mean) / np.where(varies, deviations, 1), 0)
 
 
-def _spectra(result: HeadAffinityResult, model: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Squared singular values ``[source, width]`` and ``[target, width]`` behind the overlaps."""
-    if result.metric == "projection_kernel":
-        return (
-            _flat_spectra(result.source_ranks, result.source_rank),
-            _flat_spectra(result.target_ranks, result.target_rank),
+def _rank_spectra(result: HeadAffinityResult) -> tuple[np.ndarray, np.ndarray]:
+    """Squared singular values of orthonormal bases, ``[source, width]`` and ``[target, width]``."""
+    source, target = (
+        (np.arange(retained) < ranks.cpu().numpy().reshape(-1, 1)).astype(np.float64)
+        for ranks, retained in (
+            (result.source_ranks, result.source_rank),
+            (result.target_ranks, result.target_rank),
         )
+    )
+    return source, target
+
+
+def _spectra(result: HeadAffinityResult, weights: HeadWeights) -> tuple[np.ndarray, np.ndarray]:
+    """Squared singular values ``[source, width]`` and ``[target, width]`` behind the overlaps."""
     circuits = result.metric == "composition_score"
-    own = (result.source_role, result.target_role)
-    roles = dict.fromkeys(own + tuple(CIRCUIT_PARTNERS[role] for role in own) * circuits)
-    weights = read_head_weights(model, list(roles), stream=result.stream)
     reader = FrameReader(weights)
 
     def spectrum(role: AttentionRole) -> np.ndarray:
@@ -82,12 +92,7 @@ def _spectra(result: HeadAffinityResult, model: Any) -> tuple[np.ndarray, np.nda
         return squares / np.where(norms > 0, norms, 1)
 
     with exact_arithmetic(weights.device):
-        return spectrum(own[0]), spectrum(own[1])
-
-
-def _flat_spectra(ranks: torch.Tensor, retained: int) -> np.ndarray:
-    """Squared singular values of orthonormal bases: 1, as many times as the rank, then 0."""
-    return (np.arange(retained) < ranks.cpu().numpy().reshape(-1, 1)).astype(np.float64)
+        return spectrum(result.source_role), spectrum(result.target_role)
 
 
 def by_anisotropy(
@@ -102,10 +107,12 @@ def by_anisotropy(
     scores, valid = _flat(result.scores), _flat(result.valid_mask)
     pairs = rank_pairs(result).flatten(2, 3).flatten(0, 1)
     kinds = pairs[torch.from_numpy(valid)].unique(dim=0)
+    z, p = np.zeros_like(scores), np.ones_like(scores)
+    if not len(kinds):
+        return z, p
     generator = torch.Generator().manual_seed(seed)
     with exact_arithmetic(source.bases.device):
         samples = _sampled_overlaps(source, target, kinds, n_samples, generator, progress)
-    z, p = np.zeros_like(scores), np.ones_like(scores)
     for ranks, drawn in zip(kinds, samples, strict=True):
         these = (pairs == ranks).all(-1).numpy()
         deviation = drawn.std()

@@ -3,7 +3,8 @@
 :func:`attention_behavior` runs a model on repeated random tokens and measures three behaviours of
 every head: attention to the previous token, induction, and attention to the own position. On random
 tokens nothing but the repetition can be predicted, so what heads do there is theirs and not the
-text's.
+text's. ``transformer_lens.head_detector.detect_head`` measures the like on text; random tokens are
+none, for a tokenizer would not give them back.
 
 What it does not show: a head's function. A head may attend like an induction head and write nothing
 that matters, or do its work only on text that means something; a low score here is no proof of
@@ -39,7 +40,8 @@ _TOKENS_AT_ONCE = 512
 class AttentionBehavior:
     """How every head attends on repeated random tokens.
 
-    Scores are shares of attention, from 0 to 1, in float32. Positions on the layer axis are
+    Scores are shares of attention, from 0 to 1, in float32; NaN for heads that a layer lacks, where
+    layers differ in their number. Positions on the layer axis are
     attention layers, ``layer_indices`` gives their block numbers. The head axis counts query heads,
     in grouped-query models too: keys are shared there, attention is not.
 
@@ -65,6 +67,8 @@ class AttentionBehavior:
     def to_dataframe(self) -> pd.DataFrame:
         """The scores as a table with one row per head, indexed by ``layer`` and ``head``.
 
+        Heads that a layer lacks are left out.
+
         Example:
             >>> behavior = attention_behavior(model, batch=2, seq_len=8)
             >>> behavior.to_dataframe().loc[(2, 1)].index.tolist()
@@ -73,21 +77,22 @@ class AttentionBehavior:
         import pandas as pd
 
         heads = range(self.identity.shape[1])
-        return pd.DataFrame(
+        table = pd.DataFrame(
             {
                 name: getattr(self, name).flatten().cpu().numpy()
                 for name in ("previous_token", "induction", "identity")
             },
             index=pd.MultiIndex.from_product([self.layer_indices, heads], names=["layer", "head"]),
         )
+        return table.dropna()
 
     def __repr__(self) -> str:
         layers, heads = self.identity.shape
         best = []
         for name in ("previous_token", "induction", "identity"):
             scores = getattr(self, name)
-            layer, head = divmod(int(scores.argmax()), heads)
-            best.append(f"{name} L{self.layer_indices[layer]}H{head} at {scores.max():.3f}")
+            layer, head = divmod(int(scores.nan_to_num(-1).argmax()), heads)
+            best.append(f"{name} L{self.layer_indices[layer]}H{head} at {scores[layer, head]:.3f}")
         return f"AttentionBehavior({layers}x{heads} query heads, highest {', '.join(best)})"
 
 
@@ -157,7 +162,14 @@ def attention_behavior(
             raise ValueError(
                 f"the attention of layer {layer} is not finite; run the model in a wider dtype"
             )
-    previous_token, induction, identity = torch.stack(per_layer, dim=1)
+    heads = max(scores.shape[1] for scores in per_layer)
+    previous_token, induction, identity = torch.stack(
+        [
+            torch.nn.functional.pad(scores, (0, heads - scores.shape[1]), value=torch.nan)
+            for scores in per_layer
+        ],
+        dim=1,
+    )
     return AttentionBehavior(
         previous_token=previous_token,
         induction=induction,
@@ -182,7 +194,8 @@ def identity_head_scores(
             others from the same run.
 
     Returns:
-        Mean attention to the own position, from 0 to 1, in float32 on the model's device.
+        Mean attention to the own position, from 0 to 1, in float32 on the model's device; NaN for
+        heads that a layer lacks.
 
     Raises:
         ArgumentTypeError, ValueError: As :func:`attention_behavior`.

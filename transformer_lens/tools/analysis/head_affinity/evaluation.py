@@ -24,10 +24,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from transformer_lens.tools.analysis._arguments import require_choice, require_instance
+from transformer_lens.tools.analysis._arguments import (
+    ArgumentTypeError,
+    require_choice,
+    require_instance,
+)
 from transformer_lens.tools.analysis._head_affinity_result import (
     HeadAffinityResult,
-    lacks_heads,
 )
 from transformer_lens.tools.analysis.head_affinity._areas import (
     STATISTICS,
@@ -252,6 +255,11 @@ def pair_retrieval(
         require_choice(positives, ("same-class",), "positives")
         edges = {name: (name, name) for name in members}
     else:
+        for edge in positives:
+            if isinstance(edge, str) or len(edge) != 2:
+                raise ArgumentTypeError(
+                    f"positives must be pairs of classes, (source, target), got {edge!r}"
+                )
         edges = {f"{source} -> {target}": (source, target) for source, target in positives}
     masks = {}
     for kind, (source, target) in edges.items():
@@ -290,6 +298,7 @@ def _query_head_pairs(
             "self-attention"
         )
     ranks = [result.source_ranks, result.target_ranks]
+    head_counts = (result.source_head_counts, result.target_head_counts)
     query_heads = _query_heads(result, labels)
     scores, valid = result.scores, result.valid_mask
     for side, (role, kind, _) in enumerate(axes):
@@ -298,7 +307,7 @@ def _query_head_pairs(
             raise ValueError(
                 f"{query_heads} query heads cannot share {ranks[side].shape[1]} heads evenly"
             )
-        if kind == "kv" and group > 1 and role != "rotaryK" and lacks_heads(ranks[side]):
+        if kind == "kv" and group > 1 and role != "rotaryK" and head_counts[side] is not None:
             raise ValueError(
                 f"a layer has fewer key-value heads (role {role}) than others, so that the query "
                 "heads that read one are not known, and labels name query heads"

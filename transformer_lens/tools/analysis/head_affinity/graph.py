@@ -12,7 +12,7 @@ graph of ``result.relative()``.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,15 +20,16 @@ import networkx as nx
 
 from transformer_lens.tools.analysis._arguments import (
     require_choice,
+    require_instance,
     require_integer,
     warn_if_states_differ,
 )
 from transformer_lens.tools.analysis._head_affinity_result import (
     AttentionHeadRef,
     HeadAffinityResult,
-    lacks_heads,
 )
 from transformer_lens.tools.analysis._head_weights import HEAD_KINDS, AttentionRole, HeadKind
+from transformer_lens.tools.analysis.head_affinity.labels import HeadLabels
 from transformer_lens.tools.analysis.head_affinity.reference import require_scipy
 from transformer_lens.tools.analysis.head_affinity.significance import Significance
 
@@ -38,51 +39,54 @@ if TYPE_CHECKING:
 __all__ = ["head_graph", "hubs", "write_graph"]
 
 Scored = HeadAffinityResult | Significance
+Classes = HeadLabels | Mapping[str, Iterable[Any]]
 
 
 def head_graph(
     results: Scored | Iterable[Scored] | Mapping[str, Scored],
     k: int = 20,
     *,
-    classes: Mapping[str, Collection[tuple[int, int]]] | Any = None,
+    classes: Classes | None = None,
     kv_heads: Literal["keep", "expand"] = "keep",
     query_heads: int | None = None,
 ) -> nx.MultiDiGraph:
     """The ``k`` highest-scoring pairs of every pairing as a graph.
 
-    Nodes are named like ``L4H7`` and carry ``layer``, ``head``, ``kind`` (``"query"``, ``"kv"`` or
-    ``"cross"``) and ``head_class``. Edges run from source to target, have the pairing as their key,
-    and carry ``pairing``, ``rank`` (1 for the pairing's best), ``score`` and ``normalized``, and
-    ``z``, ``p`` and ``q`` where significances were given. Edges of unordered pairs
-    (``layer_order="distinct"``) run from the first to the second by layer and head, which means
-    nothing more. The graph carries ``metric`` and ``k``.
+    Nodes are named like ``L4H7`` and carry ``layer``, ``head``, ``kind`` (``"query"``, ``"kv"``,
+    ``"cross"`` or ``"rotary"``) and ``head_class``. Edges run from source to target, have the
+    pairing as their key, and carry ``pairing``, ``rank`` (1 for the pairing's best), ``score``,
+    ``normalized`` and ``directed``, and ``z``, ``p`` and ``q`` where significances were given.
+    Edges of unordered pairs (``layer_order="distinct"``) are not directed: they run from the first
+    to the second by layer and head, which means nothing more. The graph carries ``metric`` and
+    ``k``.
 
     Key-value heads of a grouped-query model are heads of their own, named ``L4KV1``: none of the
     query heads that read one need have its number. Where each query head has its own, key-value
     head 7 is query head 7 and is named so. A head of cross-attention (role crossQ) is another than
-    the head of its number in the same block's self-attention, and is named ``L4X7``.
+    the head of its number in the same block's self-attention, and is named ``L4X7``. The rotary key
+    that the heads of a layer share in multi-head latent attention is ``L4R0``.
 
     Args:
         results: A result of one metric per pairing; a :class:`Significance` stands for its result.
         k: Edges per pairing; fewer where there are fewer valid pairs.
-        classes: Heads by class, ``{"Induction": [(5, 1), ...]}``, or ``HeadLabels``. Layers and
-            query heads. A head in several is given them all, joined by commas; one in none, or a
-            key-value head, an empty string.
+        classes: ``HeadLabels``, or heads by class as ``HeadLabels.from_dict`` takes them,
+            ``{"Induction": [(5, 1), ...]}``. Layers and query heads. A head in several is given
+            them all, joined by commas; one in none, or a key-value head, an empty string.
         kv_heads: What to do with key-value heads that several query heads share: ``"keep"``, or
             ``"expand"`` to the query heads that read them, each with an edge of the same rank and
             score. ``k`` counts pairs before this. Expanded edges carry ``source_kv_head`` or
             ``target_kv_head``.
-        query_heads: Query heads per layer. Default: as many as a Q or O axis of the results has.
-            Needed for K and V among themselves, whose axes do not tell; without it their heads are
-            kept and called key-value heads.
+        query_heads: Query heads per layer, the same in all. Default: as many as a Q or O axis of
+            the results has. Needed for K and V among themselves, whose axes do not tell; without it
+            their heads are kept and called key-value heads.
 
     Returns:
         The graph; heads without an edge are not in it.
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if results repeat a pairing
-            or mix metrics or the streams of an encoder-decoder model, or if key-value heads cannot
-            be expanded.
+            or mix models, metrics or the streams of an encoder-decoder model, or if key-value heads
+            cannot be expanded.
 
     Warns:
         UserWarning: If some were computed from raw and some from folded weights.
@@ -112,6 +116,7 @@ def head_graph(
                 "rank": rank,
                 "score": pair.score,
                 "normalized": pair.normalized,
+                "directed": result.layer_order != "distinct",
             }
             if verdict is not None:
                 edge |= {name: float(getattr(verdict, name)[tuple(where)]) for name in "zpq"}
@@ -140,7 +145,7 @@ def hubs(graph: nx.MultiDiGraph) -> pd.DataFrame:
         ``weighted_degree``, ``weighted_in`` and ``weighted_out``, which sum their scores;
         ``pagerank`` by score, high for heads that hear from heads that hear much; and
         ``betweenness``, the share of shortest paths between other heads, counted in hops, that lead
-        through the head.
+        through the head. An edge that is not directed leads both in and out of either head.
 
     Raises:
         ValueError: If a score is negative, as relative ones can be.
@@ -158,18 +163,19 @@ def hubs(graph: nx.MultiDiGraph) -> pd.DataFrame:
     if any(score < 0 for _, _, score in graph.edges(data="score")):
         raise ValueError("hubs sums up scores, and this graph has negative ones; use a smaller k")
     require_scipy("PageRank")
-    pagerank = nx.pagerank(graph, weight="score")
-    betweenness = nx.betweenness_centrality(graph)
+    ways = _with_ways_back(graph)
+    pagerank = nx.pagerank(ways, weight="score")
+    betweenness = nx.betweenness_centrality(ways)
     rows = [
         {
             "node": node,
             **attributes,
             "degree": graph.degree(node),
-            "in_degree": graph.in_degree(node),
-            "out_degree": graph.out_degree(node),
+            "in_degree": ways.in_degree(node),
+            "out_degree": ways.out_degree(node),
             "weighted_degree": graph.degree(node, weight="score"),
-            "weighted_in": graph.in_degree(node, weight="score"),
-            "weighted_out": graph.out_degree(node, weight="score"),
+            "weighted_in": ways.in_degree(node, weight="score"),
+            "weighted_out": ways.out_degree(node, weight="score"),
             "pagerank": pagerank[node],
             "betweenness": betweenness[node],
         }
@@ -181,6 +187,15 @@ def hubs(graph: nx.MultiDiGraph) -> pd.DataFrame:
             ["weighted_degree", "layer", "head"], ascending=[False, True, True], ignore_index=True
         )
     return table
+
+
+def _with_ways_back(graph: nx.MultiDiGraph) -> nx.MultiDiGraph:
+    """A copy where edges that are not directed can be followed from either end."""
+    ways = graph.copy()
+    for source, target, pairing, edge in graph.edges(keys=True, data=True):
+        if not edge["directed"]:
+            ways.add_edge(target, source, key=pairing, **edge)
+    return ways
 
 
 def write_graph(graph: nx.MultiDiGraph, path: str | PathLike[str]) -> None:
@@ -235,10 +250,12 @@ def _as_list(results: Any) -> list[tuple[HeadAffinityResult, Significance | None
         results = [results]
     elif isinstance(results, Mapping):
         results = results.values()
-    scored: list[tuple[HeadAffinityResult, Significance | None]] = [
-        (entry.result, entry) if isinstance(entry, Significance) else (entry, None)
-        for entry in results
-    ]
+    scored: list[tuple[HeadAffinityResult, Significance | None]] = []
+    for entry in results:
+        verdict = entry if isinstance(entry, Significance) else None
+        result = entry if verdict is None else verdict.result
+        require_instance(result, HeadAffinityResult, "each of results")
+        scored.append((result, verdict))
     if not scored:
         raise ValueError("results must hold at least one result")
     pairings = [result.pairing for result, _ in scored]
@@ -248,18 +265,51 @@ def _as_list(results: Any) -> list[tuple[HeadAffinityResult, Significance | None
         values = {str(getattr(result, name)) for result, _ in scored}
         if len(values) > 1:
             raise ValueError(f"results must be of one {name}, got {sorted(values)}")
+    _require_one_model([result for result, _ in scored])
     warn_if_states_differ((result.weights for result, _ in scored), stacklevel=4)
     return scored
 
 
-def _class_of(classes: Any) -> dict[tuple[int, int], str]:
+def _require_one_model(results: list[HeadAffinityResult]) -> None:
+    """Refuse results that cannot be of one model: its heads would pass for another's."""
+    facts: dict[str, dict[object, str]] = {}
+    for result in results:
+        if result.d_model is not None:
+            facts.setdefault("d_model", {})[result.d_model] = result.pairing
+        for role, layers, ranks, counts in (
+            (
+                result.source_role,
+                result.source_layer_indices,
+                result.source_ranks,
+                result.source_head_counts,
+            ),
+            (
+                result.target_role,
+                result.target_layer_indices,
+                result.target_ranks,
+                result.target_head_counts,
+            ),
+        ):
+            # Blocks with self-attention are the same for all of its roles.
+            attention = "layers with cross-attention" if role == "crossQ" else "attention layers"
+            facts.setdefault(attention, {})[layers] = result.pairing
+            heads = counts or ranks.shape[1]
+            facts.setdefault(f"heads of role {role}", {})[heads] = result.pairing
+    for name, found in facts.items():
+        if len(found) > 1:
+            claims = ", ".join(f"{value} ({pairing})" for value, pairing in found.items())
+            raise ValueError(f"results must be of one model, but their {name} differ: {claims}")
+
+
+def _class_of(classes: Classes | None) -> dict[tuple[int, int], str]:
     """Names of the classes of each labelled head, joined by commas."""
-    if classes is None:
+    if not classes:
         return {}
+    labels = classes if isinstance(classes, HeadLabels) else HeadLabels.from_dict(classes)
     names: dict[tuple[int, int], list[str]] = {}
-    for name, heads in getattr(classes, "classes", classes).items():
-        for layer, head in heads:
-            names.setdefault((layer, head), []).append(name)
+    for name, heads in labels.classes.items():
+        for head in heads:
+            names.setdefault(head, []).append(name)
     return {head: ", ".join(found) for head, found in names.items()}
 
 
@@ -276,16 +326,12 @@ class _Naming:
         counts: dict[AttentionRole, int] = {}
         varying = set()
         for result, _ in scored:
-            for role, ranks in (
-                (result.source_role, result.source_ranks),
-                (result.target_role, result.target_ranks),
+            for role, ranks, per_layer in (
+                (result.source_role, result.source_ranks, result.source_head_counts),
+                (result.target_role, result.target_ranks, result.target_head_counts),
             ):
-                if counts.setdefault(role, ranks.shape[1]) != ranks.shape[1]:
-                    raise ValueError(
-                        f"results disagree on the number of heads of role {role}: "
-                        f"{counts[role]} and {ranks.shape[1]}"
-                    )
-                if lacks_heads(ranks):
+                counts[role] = ranks.shape[1]
+                if per_layer is not None:
                     varying.add(role)
         by_kind: dict[HeadKind, set[int]] = {"query": set(), "kv": set()}
         for role, count in counts.items():
@@ -318,9 +364,8 @@ class _Naming:
                 )
             if expand and varying:
                 raise ValueError(
-                    "kv_heads='expand' needs the same heads in every layer, and a layer has none "
-                    f"of rank above 0 in the last place of role {', '.join(sorted(varying))}. Use "
-                    "kv_heads='keep'"
+                    "kv_heads='expand' needs as many heads in every layer, and layers differ in "
+                    f"those of role {', '.join(sorted(varying))}. Use kv_heads='keep'"
                 )
             self._groups[role] = 0 if varying else shared_by // kv
 
@@ -333,6 +378,8 @@ class _Naming:
         if head.role == "crossQ":
             name = f"L{head.layer}X{head.head}"
             return [(name, _unlabelled(head, "cross"))]
+        if head.role == "rotaryK" and not self._expand:
+            return [(f"L{head.layer}R{head.head}", _unlabelled(head, "rotary"))]
         per_kv_head = self._groups.get(head.role, 1)
         if per_kv_head != 1 and not self.expands(head):
             name = f"L{head.layer}KV{head.head}"

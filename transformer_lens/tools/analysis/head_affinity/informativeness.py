@@ -68,9 +68,10 @@ def informativeness(result: HeadAffinityResult) -> Informativeness:
     """Divergence of a pairing's scores from those of random subspaces (arXiv 2601.10266, figure 8).
 
     The scores' histogram over 255 equal bins from 0 to the smaller rank is compared with the
-    probabilities that the normal law with the exact moments gives to the bins. Where heads differ
-    in rank the reference is the mixture over the pairs' ranks. Bins to which it gives less than
-    float64 can tell from nothing count as impossible.
+    probabilities that the normal law with the exact moments gives to the bins; what it gives to
+    impossible scores, much where ranks are of a few dimensions only, goes to the outermost bins.
+    Where heads differ in rank the reference is the mixture over the pairs' ranks. Bins to which it
+    gives less than float64 can tell from nothing count as impossible.
 
     The number depends on the bins and on the number of pairs, and is infinite where too few pairs
     leave a possible bin empty. It compares pairings of one model, not models.
@@ -201,6 +202,7 @@ def _normal_masses(edges: np.ndarray, mean: float, variance: float) -> np.ndarra
     if variance == 0:
         return np.histogram([mean], edges)[0].astype(np.float64)
     positions = torch.from_numpy((edges - mean) / math.sqrt(variance))
+    positions[0], positions[-1] = -math.inf, math.inf
     return np.diff(torch.special.ndtr(positions).numpy())
 
 

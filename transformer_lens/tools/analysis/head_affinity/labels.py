@@ -12,7 +12,11 @@ from importlib import resources
 from os import PathLike
 from typing import Any
 
-from transformer_lens.tools.analysis._arguments import ArgumentTypeError, require_integer
+from transformer_lens.tools.analysis._arguments import (
+    ArgumentTypeError,
+    require_head,
+    require_integer,
+)
 
 __all__ = ["Head", "HeadLabels", "LabelledHead", "gpt2_small_ioi_labels"]
 
@@ -158,7 +162,7 @@ class HeadLabels:
             FileNotFoundError: If there is no such file.
             ArgumentTypeError, ValueError: If it holds something else.
         """
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # with a mark in front or without
             return cls._from_document(json.load(file), str(path))
 
     @classmethod
@@ -172,22 +176,23 @@ class HeadLabels:
             FileNotFoundError: If there is no such file.
             ValueError: If a column is missing or a number is none.
         """
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
         missing = {"class", "layer", "head"} - set(rows[0] if rows else ())
         if missing:
             raise ValueError(f"{path} lacks the columns {sorted(missing)}, or any rows")
-        entries = tuple(
-            LabelledHead(
-                row["class"],
-                int(row["layer"]),
-                int(row["head"]),
-                row.get("certainty") or None,
-                row.get("source") or None,
-            )
-            for row in rows
-        )
-        return cls(entries, heads_per_layer, description=str(path))
+        entries = []
+        for number, row in enumerate(rows, 1):
+            try:
+                layer, head = int(row["layer"]), int(row["head"])
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}, row {number}: layer and head must be integers, got "
+                    f"{row['layer']!r} and {row['head']!r}"
+                ) from error
+            certainty, source = row.get("certainty") or None, row.get("source") or None
+            entries.append(LabelledHead(row["class"], layer, head, certainty, source))
+        return cls(tuple(entries), heads_per_layer, description=str(path))
 
     @classmethod
     def _from_document(cls, document: Any, where: str) -> HeadLabels:
@@ -248,5 +253,4 @@ def _head(head: Any) -> Head:
     # Not a float: 5.1 and 5.10 are one number and two heads.
     if not isinstance(head, (tuple, list)) or len(head) != 2:
         raise ArgumentTypeError(f"a head is (layer, head), 'L5H1' or '5.1', got {head!r}")
-    layer, number = head
-    return require_integer(layer, "layer", minimum=0), require_integer(number, "head", minimum=0)
+    return require_head(head, "a head")

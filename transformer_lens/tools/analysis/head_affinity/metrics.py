@@ -49,6 +49,7 @@ from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityRe
 from transformer_lens.tools.analysis._head_weights import (
     AttentionRole,
     HeadWeights,
+    Stream,
     read_head_weights,
 )
 from transformer_lens.tools.analysis._linalg import clamped, exact_arithmetic
@@ -89,6 +90,7 @@ def composition_score(
     source_role: AttentionRole = "O",
     target_role: AttentionRole,
     layer_order: LayerOrder | None = None,
+    stream: Stream | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
     """Composition Scores: norm of the product of two heads' full maps over their own norms.
@@ -111,6 +113,7 @@ def composition_score(
         target_role: ``"Q"``, ``"K"`` or ``"V"``.
         layer_order: ``"forward"`` (default) or ``"all"``, as in
             ``attention_head_subspace_affinity``.
+        stream: Of an encoder-decoder model, ``"encoder"`` or ``"decoder"``.
         progress: ``True`` for a progress bar, ``False`` for none, ``None`` for one that appears
             when the work takes more than a few seconds.
 
@@ -123,8 +126,9 @@ def composition_score(
     Raises:
         ArgumentTypeError, ValueError: If roles or order make no pairing, if weights are missing,
             or if a head has non-finite weights. The message names role, layer and head.
-        NotImplementedError: If the weights cannot be read per head, or if the model has two
-            residual streams.
+        NotImplementedError: If the weights cannot be read per head, if the model has two residual
+            streams and ``stream`` does not choose, or if queries and keys differ in width
+            (multi-head latent attention), so that they make no map.
 
     Example:
         >>> composition_score(model, target_role="K")
@@ -137,12 +141,18 @@ def composition_score(
             "head that writes (source_role='O') and a target head that reads (target_role 'Q', 'K' "
             "or 'V'). To compare one role's matrices use simple_composition_score"
         )
+    if target_role in ("crossQ", "rotaryK"):
+        raise ValueError(
+            f"role {target_role} is no side of a map that reads and writes one residual stream. "
+            "Use simple_composition_score"
+        )
     return _affinity(
         "composition_score",
         model,
         source_role,
         target_role,
         layer_order,
+        stream,
         progress,
         cosine,
         FrameReader.circuit,
@@ -155,6 +165,7 @@ def simple_composition_score(
     source_role: AttentionRole = "O",
     target_role: AttentionRole,
     layer_order: LayerOrder | None = None,
+    stream: Stream | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
     """Simple Composition Scores: ``‖Aᵀ B‖_F / (‖A‖_F ‖B‖_F)`` of the roles' own matrices.
@@ -165,8 +176,9 @@ def simple_composition_score(
     Args:
         model: A ``TransformerBridge``, or its weights as :func:`read_head_weights` returns them.
         source_role: ``"O"``, or the same as ``target_role``.
-        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
-        layer_order, progress: As in ``attention_head_subspace_affinity``.
+        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``; ``"crossQ"`` and ``"rotaryK"`` in models
+            that have them.
+        layer_order, stream, progress: As in ``attention_head_subspace_affinity``.
 
     Returns:
         Scores ``[source_layer, source_head, target_layer, target_head]`` between 0 and 1, in
@@ -177,7 +189,7 @@ def simple_composition_score(
         ArgumentTypeError, ValueError: If roles or order make no pairing, if weights are missing,
             or if a head has non-finite weights. The message names role, layer and head.
         NotImplementedError: If the weights cannot be read per head, or if the model has two
-            residual streams.
+            residual streams and ``stream`` does not choose.
 
     Example:
         >>> result = simple_composition_score(model, target_role="K")
@@ -190,6 +202,7 @@ def simple_composition_score(
         source_role,
         target_role,
         layer_order,
+        stream,
         progress,
         cosine,
     )
@@ -202,6 +215,7 @@ def linear_cka(
     target_role: AttentionRole,
     layer_order: LayerOrder | None = None,
     form: Form = "textbook",
+    stream: Stream | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
     """Linear centred kernel alignment of the roles' own matrices.
@@ -219,8 +233,9 @@ def linear_cka(
     Args:
         model: A ``TransformerBridge``, or its weights as :func:`read_head_weights` returns them.
         source_role: ``"O"``, or the same as ``target_role``.
-        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
-        layer_order, progress: As in ``attention_head_subspace_affinity``.
+        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``; ``"crossQ"`` and ``"rotaryK"`` in models
+            that have them.
+        layer_order, stream, progress: As in ``attention_head_subspace_affinity``.
         form: ``"textbook"`` or ``"paper"``.
 
     Returns:
@@ -242,7 +257,9 @@ def linear_cka(
         "textbook": ("linear_cka", alignment, FrameReader.single),
         "paper": ("linear_cka_paper", gram_alignment, FrameReader.centred),
     }[form]
-    return _affinity(metric, model, source_role, target_role, layer_order, progress, scorer, read)
+    return _affinity(
+        metric, model, source_role, target_role, layer_order, stream, progress, scorer, read
+    )
 
 
 def procrustes_similarity(
@@ -252,6 +269,7 @@ def procrustes_similarity(
     target_role: AttentionRole,
     layer_order: LayerOrder | None = None,
     form: Form = "textbook",
+    stream: Stream | None = None,
     progress: bool | None = None,
 ) -> HeadAffinityResult:
     """How well a rotation carries one head's matrix onto the other's.
@@ -271,8 +289,9 @@ def procrustes_similarity(
     Args:
         model: A ``TransformerBridge``, or its weights as :func:`read_head_weights` returns them.
         source_role: ``"O"``, or the same as ``target_role``.
-        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``.
-        layer_order, progress: As in ``attention_head_subspace_affinity``.
+        target_role: ``"Q"``, ``"K"``, ``"V"`` or ``"O"``; ``"crossQ"`` and ``"rotaryK"`` in models
+            that have them.
+        layer_order, stream, progress: As in ``attention_head_subspace_affinity``.
         form: ``"textbook"`` or ``"paper"``.
 
     Returns:
@@ -293,7 +312,7 @@ def procrustes_similarity(
         "textbook": ("procrustes_similarity", inner_rotation),
         "paper": ("procrustes_similarity_paper", outer_rotation),
     }[form]
-    return _affinity(metric, model, source_role, target_role, layer_order, progress, scorer)
+    return _affinity(metric, model, source_role, target_role, layer_order, stream, progress, scorer)
 
 
 def compare_composition_scores(model: Any, *, target_role: Literal["Q", "K", "V"]) -> pd.DataFrame:
@@ -330,6 +349,7 @@ def _affinity(
     source_role: AttentionRole,
     target_role: AttentionRole,
     layer_order: str | None,
+    stream: Stream | None,
     progress: bool | None,
     scorer: Scorer,
     read: Callable[[FrameReader, AttentionRole], HeadFrames] = FrameReader.single,
@@ -338,7 +358,7 @@ def _affinity(
     roles = [source_role, target_role]
     if read is FrameReader.circuit:
         roles += [CIRCUIT_PARTNERS[role] for role in roles]
-    weights = _weights_of(model, list(dict.fromkeys(roles)))
+    weights = _weights_of(model, list(dict.fromkeys(roles)), stream)
     reader = FrameReader(weights)
 
     with exact_arithmetic(weights.device):
@@ -377,9 +397,13 @@ def _affinity(
     )
 
 
-def _weights_of(model: Any, roles: list[AttentionRole]) -> HeadWeights:
+def _weights_of(model: Any, roles: list[AttentionRole], stream: Stream | None) -> HeadWeights:
     if not isinstance(model, Mapping):
-        return read_head_weights(model, roles)
+        return read_head_weights(model, roles, stream=stream)
+    if stream is not None:
+        raise ValueError(
+            "stream was decided when the weights were read; pass it to read_head_weights"
+        )
     missing = [role for role in roles if role not in model]
     if missing:
         raise ValueError(f"the weights hold {list(model)}, but the score needs {missing} too")

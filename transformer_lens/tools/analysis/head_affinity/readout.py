@@ -10,6 +10,7 @@ subspace of rank ``r`` in ``d`` dimensions scores about ``√(r/d)`` for every t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ import torch
 from jaxtyping import Float, Int
 
 from transformer_lens.tools.analysis._arguments import (
-    ArgumentTypeError,
+    require_head,
+    require_instance,
     require_integer,
+    warn_if_states_differ,
 )
 from transformer_lens.tools.analysis._attention_stacks import Stream, has_two_streams
 from transformer_lens.tools.analysis._head_affinity_result import AttentionHeadRef
@@ -30,7 +33,8 @@ from transformer_lens.tools.analysis._head_subspaces import (
     attention_head_subspaces,
 )
 from transformer_lens.tools.analysis._head_weights import AttentionRole
-from transformer_lens.tools.analysis._linalg import compute_dtype, exact_arithmetic
+from transformer_lens.tools.analysis._linalg import compute_dtype, exact_arithmetic, unit_scaled
+from transformer_lens.tools.analysis._weight_state import norm_gain, weight_state
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +106,7 @@ def subspace_tokens(
     """The ``k`` tokens whose unembedding vectors have the largest part in a head's subspace.
 
     Unembedding vectors are centred (less their mean over the vocabulary), scaled to unit length,
-    and projected. A token whose vector is the mean scores 0.
+    and projected. A token whose vector is the mean, up to rounding, scores 0.
 
     Logits read the residual stream through the final norm's weight, which this leaves out unless
     told to fold it in; reading and ranking depend on that where the weight is not uniform. The
@@ -113,7 +117,7 @@ def subspace_tokens(
         model: A ``TransformerBridge``; of an encoder-decoder model the decoder's heads are read. If
             it has a tokenizer, tokens are given as text too.
         head: ``(layer, head)``, layers in the model's own numbering, or several; ``None`` for all
-            heads. ``head`` counts key-value heads for the roles K and V.
+            heads that have any direction. ``head`` counts key-value heads for the roles K and V.
         role: Which of a head's subspaces.
         k: How many tokens. Ties go to the smaller token id.
         fold_final_norm: Multiply unembedding vectors by the final norm's weight first. ``None``
@@ -127,13 +131,14 @@ def subspace_tokens(
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if a head has no direction at
-            all, if the subspaces are of an encoder, or as :func:`attention_head_subspaces` (with
-            ``rank="measured"``) raises.
+            all, if an unembedding vector is not finite, if the subspaces are of an encoder, or as
+            :func:`attention_head_subspaces` (with ``rank="measured"``) raises.
         KeyError: If there is no such head.
         NotImplementedError: As :func:`attention_head_subspaces`.
 
     Warns:
-        UserWarning: If ``fold_final_norm`` is ``None`` and the final norm's weight is not uniform.
+        UserWarning: If ``fold_final_norm`` is ``None`` and the final norm's weight is not uniform,
+            or if the model's weights were folded after ``subspaces`` were extracted.
 
     Example:
         >>> found = subspace_tokens(model, [(0, 0), (0, 1)], k=3)
@@ -146,11 +151,14 @@ def subspace_tokens(
         # The unembedding reads the decoder's stream where there are two.
         stream: Stream | None = "decoder" if has_two_streams(model) else None
         subspaces = attention_head_subspaces(model, (role,), rank="measured", stream=stream)
-    elif subspaces.stream == "encoder":
-        raise ValueError(
-            "the unembedding reads the decoder's residual stream, and these subspaces are of the "
-            "encoder's. Extract them with stream='decoder'"
-        )
+    else:
+        require_instance(subspaces, HeadSubspaces, "subspaces")
+        if subspaces.stream == "encoder":
+            raise ValueError(
+                "the unembedding reads the decoder's residual stream, and these subspaces are of "
+                "the encoder's. Extract them with stream='decoder'"
+            )
+        warn_if_states_differ([subspaces.weights, weight_state(model, subspaces.stream)])
     bases = subspaces[role]
     positions = _positions(bases, head)
     unembedding = model.W_U.detach()
@@ -160,7 +168,9 @@ def subspace_tokens(
             f"the unembedding is {unembedding.shape[0]} wide and the subspaces lie in "
             f"{bases.bases.shape[-2]} dimensions"
         )
-    gain = _final_norm_weight(model)
+    gain = norm_gain(
+        getattr(model, "decoder_ln_final" if has_two_streams(model) else "ln_final", None)
+    )
     if gain is not None and fold_final_norm is None and not bool((gain == gain[0]).all()):
         warnings.warn(
             "the final norm's weight is not uniform, so the tokens depend on whether it is folded "
@@ -196,39 +206,26 @@ def _positions(bases: RoleSubspaces, head: Any) -> list[tuple[int, int]]:
     """Positions of the wanted heads on the axes of ``bases``."""
     layers = bases.layer_indices
     if head is None:
-        wanted = [(layer, number) for layer in layers for number in range(bases.heads)]
-    elif isinstance(head, tuple) and len(head) == 2 and not isinstance(head[0], Sequence):
-        wanted = [head]
-    else:
-        wanted = list(head)
-        if not wanted:
-            raise ValueError("head must name at least one head, or be None for all")
+        return [(layer, number) for layer, number in bases.ranks.nonzero().tolist()]
+    if isinstance(head, tuple) and len(head) == 2 and not isinstance(head[0], Sequence):
+        head = [head]
+    wanted = [require_head(entry, "a head") for entry in head]
+    if not wanted:
+        raise ValueError("head must name at least one head, or be None for all")
     positions = []
-    for entry in wanted:
-        if not (isinstance(entry, Sequence) and len(entry) == 2):
-            raise ArgumentTypeError(f"a head is (layer, head), got {entry!r}")
-        layer, number = entry
+    for layer, number in wanted:
         if layer not in layers:
             raise KeyError(f"layer {layer} has no attention; attention layers: {layers}")
-        if not 0 <= number < bases.heads:
-            raise KeyError(
-                f"head {number} does not exist: {bases.heads} {bases.kind} heads a layer"
-            )
         position = layers.index(layer)
+        heads = bases.head_counts[position] if bases.head_counts else bases.heads
+        if number >= heads:
+            raise KeyError(
+                f"head {number} does not exist: layer {layer} has {heads} {bases.kind} heads"
+            )
         if not bases.ranks[position, number]:
             raise ValueError(f"role {bases.role} of L{layer}H{number} has no direction at all")
         positions.append((position, number))
     return positions
-
-
-def _final_norm_weight(model: Any) -> torch.Tensor | None:
-    """What the final norm multiplies by, ``[d_model]``; ``None`` where it has no weight."""
-    norm = getattr(model, "decoder_ln_final" if has_two_streams(model) else "ln_final", None)
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
-        return None
-    # Gemma, for one, stores what is to be added to 1.
-    return weight.detach() + 1 if getattr(norm, "uses_weight_offset", False) else weight.detach()
 
 
 def _best_tokens(
@@ -253,11 +250,21 @@ def _best_tokens(
         some = unembedding[:, where].to(device=frames.device, dtype=dtype)
         return some if gain is None else some * gain.to(some)[:, None]
 
-    mean = torch.stack([vectors(where).sum(1) for where in chunks]).sum(0) / vocabulary
+    peaks = torch.cat([vectors(where).abs().amax(0) for where in chunks])
+    finite = peaks.isfinite()
+    if not bool(finite.all()):
+        token = int(finite.int().argmin())
+        raise ValueError(f"the unembedding vector of token {token} must hold finite values only")
+    # Squares of entries far from 1 would overflow or vanish.
+    _, scale = unit_scaled(peaks[None])
+    mean = torch.stack([(vectors(where) / scale).sum(1) for where in chunks]).sum(0) / vocabulary
+    # What a sum over the vocabulary, in a tree, may be off by; no direction is read from less.
+    rounding = torch.finfo(dtype).eps * math.log2(2 * vocabulary) * math.sqrt(d_model)
+    nothing = rounding * peaks.max() / scale.squeeze()
     best = frames.new_empty(len(rows), 0)
     ids = rows.new_empty(len(rows), 0)
     for where in chunks:
-        directions = vectors(where) - mean[:, None]
+        directions = vectors(where) / scale - mean[:, None]
         norms = directions.square().sum(0).sqrt()
         scores = torch.cat(
             [
@@ -266,7 +273,7 @@ def _best_tokens(
             ]
         )
         # A vector that is the mean has no direction.
-        scores = torch.where(norms > 0, scores, 0).clamp(max=1).to(frames.dtype)
+        scores = torch.where(norms > nothing, scores, 0).clamp(max=1).to(frames.dtype)
         new = torch.arange(where.start, where.stop, device=rows.device).expand(len(rows), -1)
         # Stable, and earlier tokens stand first: ties go to the smaller id.
         best, order = torch.cat([best, scores], 1).sort(dim=1, descending=True, stable=True)

@@ -38,12 +38,19 @@ from transformer_lens.tools.analysis._arguments import (
 )
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis._head_subspaces import HeadSubspaces, attention_head_subspaces
+from transformer_lens.tools.analysis._head_weights import (
+    HEAD_KINDS,
+    HeadWeights,
+    read_head_weights,
+)
 from transformer_lens.tools.analysis.head_affinity._nulls import (
     Verdicts,
     by_anisotropy,
     by_degree,
     by_rotation,
+    rotated_roles,
 )
+from transformer_lens.tools.analysis.head_affinity.informativeness import ambient_dimension
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -174,12 +181,13 @@ def significance(
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if the null needs a model or
-            another one, or if the metric has no such null.
+            another one, if the metric has no such null, or if ``model`` has other heads than the
+            result's.
         ImportError: For the rotation null, if SciPy is not installed.
 
     Warns:
         UserWarning: If the model's weights were folded since, or the result's were and the model's
-            are not (anisotropic null).
+            are not.
 
     Example:
         >>> result = attention_head_subspace_affinity(model, target_role="K")
@@ -225,7 +233,12 @@ def _verdicts(
             f"the {null} null of {result.metric} needs the model that the result came from"
         )
     if null == "rotation":
-        return by_rotation(result, model)
+        if result.metric == "projection_kernel":
+            return by_rotation(result, None)
+        weights = read_head_weights(model, rotated_roles(result), stream=result.stream)
+        _require_same_model(result, weights, weights.d_model)
+        warn_if_states_differ([result.weights, weights.state], stacklevel=4)
+        return by_rotation(result, weights)
 
     if isinstance(model, HeadSubspaces):
         subspaces = model
@@ -237,15 +250,44 @@ def _verdicts(
             rtol=result.rtol,
             stream=result.stream,
         )
+    _require_same_model(result, subspaces, subspaces.d_model)
     warn_if_states_differ([result.weights, subspaces.weights], stacklevel=4)
     source, target = subspaces[result.source_role], subspaces[result.target_role]
-    for role, ranks in ((source, result.source_ranks), (target, result.target_ranks)):
-        if role.ranks.shape != ranks.shape:
-            raise ValueError(
-                f"the result has {tuple(ranks.shape)} heads of role {role.role}, the model "
-                f"{tuple(role.ranks.shape)} ([layer, head]): it came from another model"
-            )
     return by_anisotropy(result, source, target, n_samples, seed, progress)
+
+
+def _require_same_model(
+    result: HeadAffinityResult, model: HeadSubspaces | HeadWeights, d_model: int
+) -> None:
+    """Refuse a model whose heads are others than those of the result."""
+    if d_model != ambient_dimension(result):
+        raise ValueError(
+            f"the result's residual stream is {result.d_model} wide, the model's {d_model}: it "
+            "came from another model"
+        )
+    for role, kind, layers, ranks in (
+        (
+            result.source_role,
+            result.source_head_kind,
+            result.source_layer_indices,
+            result.source_ranks,
+        ),
+        (
+            result.target_role,
+            result.target_head_kind,
+            result.target_layer_indices,
+            result.target_ranks,
+        ),
+    ):
+        found = model[role]
+        # Composition Scores count query heads where the model has key-value heads.
+        heads = found.heads if HEAD_KINDS[role] == kind else ranks.shape[1]
+        if found.layer_indices != layers or heads != ranks.shape[1]:
+            raise ValueError(
+                f"the result has {ranks.shape[1]} heads of role {role} in each of the layers "
+                f"{list(layers)}, the model {heads} in {list(found.layer_indices)}: it came from "
+                "another model"
+            )
 
 
 def benjamini_hochberg(p_values: Float[np.ndarray, "test"]) -> Float[np.ndarray, "test"]:
@@ -253,10 +295,20 @@ def benjamini_hochberg(p_values: Float[np.ndarray, "test"]) -> Float[np.ndarray,
 
     Benjamini and Hochberg, *Controlling the false discovery rate*, 1995.
 
+    Raises:
+        ValueError: If ``p_values`` has several dimensions or holds what is no probability.
+
     Example:
         >>> benjamini_hochberg(np.array([0.01, 0.5, 0.02])).round(3)
         array([0.03, 0.5 , 0.03])
     """
+    p_values = np.asarray(p_values, np.float64)
+    if p_values.ndim != 1 or not ((p_values >= 0) & (p_values <= 1)).all():
+        raise ValueError(
+            "p_values must be one-dimensional and between 0 and 1, got shape "
+            f"{p_values.shape} with values from {p_values.min(initial=1)} to "
+            f"{p_values.max(initial=0)}"
+        )
     order = np.argsort(p_values)
     count = len(p_values)
     adjusted = p_values[order] * count / np.arange(1, count + 1)

@@ -83,16 +83,14 @@ def plot_graph(
         {data["pairing"] for *_, data in graph.edges(data=True)},
         key=lambda pairing: [ALL_ROLES.index(role) for role in roles_of(pairing)],
     )
+    directed = {}
     for index, pairing in enumerate(pairings):
-        edges = [
-            (source, target, data["score"])
-            for source, target, data in graph.edges(data=True)
-            if data["pairing"] == pairing
-        ]
-        highest = max(score for *_, score in edges)
-        lowest = min(score for *_, score in edges)
-        for source, target, score in edges:
-            strength = (score - lowest) / (highest - lowest) if highest > lowest else 1.0
+        edges = [edge for edge in graph.edges(data=True) if edge[2]["pairing"] == pairing]
+        directed[pairing] = all(data["directed"] for *_, data in edges)
+        highest = max(data["score"] for *_, data in edges)
+        lowest = min(data["score"] for *_, data in edges)
+        for source, target, data in edges:
+            strength = (data["score"] - lowest) / (highest - lowest) if highest > lowest else 1.0
             nx.draw_networkx_edges(
                 graph,
                 positions,
@@ -102,6 +100,7 @@ def plot_graph(
                 style=_LINE_STYLES[index % len(_LINE_STYLES)],
                 alpha=_FAINTEST + (1 - _FAINTEST) * strength,
                 width=1.0 + strength,
+                arrowstyle="-|>" if directed[pairing] else "-",
                 arrowsize=9,
                 node_size=420,
                 connectionstyle=f"arc3,rad={0.12 + 0.05 * index}",
@@ -126,7 +125,7 @@ def plot_graph(
             [],
             color=COLOURS[index % len(COLOURS)],
             linestyle=_LINE_STYLES[index % len(_LINE_STYLES)],
-            label="→".join(roles_of(pairing)),
+            label=("→" if directed[pairing] else " with ").join(roles_of(pairing)),
         )
         for index, pairing in enumerate(pairings)
     ]
@@ -149,9 +148,9 @@ def plot_graph(
 
 
 def _short_name(node: str) -> str:
-    """``4.7`` for ``L4H7``, ``4.kv1`` for ``L4KV1``, ``4.x7`` for ``L4X7``."""
+    """``4.7`` for ``L4H7``, ``4.kv1`` for ``L4KV1``, and so on."""
     name = node.removeprefix("L")
-    for marker, short in (("H", "."), ("KV", ".kv"), ("X", ".x")):
+    for marker, short in (("H", "."), ("KV", ".kv"), ("X", ".x"), ("R", ".r")):
         name = name.replace(marker, short)
     return name
 
