@@ -306,7 +306,20 @@ def test_results_of_different_models_are_not_mixed(mha):
 
 
 def test_what_is_no_result_or_no_head_is_refused(mha):
-    with pytest.raises(TypeError, match="each of results must be a HeadAffinityResult"):
-        head_graph([attention_head_subspaces(toy_models.gpt2()[0])])
+    model = toy_models.gpt2()[0]
+    for wrong in (model, attention_head_subspaces(model), [attention_head_subspaces(model)]):
+        with pytest.raises(TypeError, match="each of results must be a HeadAffinityResult"):
+            head_graph(wrong)
     with pytest.raises(ValueError, match="a head is named like 'L5H1' or '5.1', got '51'"):
         head_graph(mha, classes={"A": ["51"]})
+
+
+def test_hubs_of_other_graphs_are_refused(mha, tmp_path):
+    with pytest.raises(TypeError, match="graph must be a MultiDiGraph, got DiGraph"):
+        hubs(nx.DiGraph([(1, 2)]))
+    write_graph(head_graph(mha), tmp_path / "heads.dot")
+    with pytest.raises(TypeError, match="export to GraphML, which keeps types"):
+        hubs(nx.nx_pydot.read_dot(tmp_path / "heads.dot"))
+    write_graph(head_graph(mha), tmp_path / "heads.graphml")
+    read = nx.read_graphml(tmp_path / "heads.graphml", force_multigraph=True)
+    assert hubs(read).equals(hubs(head_graph(mha)))

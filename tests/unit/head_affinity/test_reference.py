@@ -602,3 +602,18 @@ def test_what_is_no_probability_is_refused(wrong):
 def test_p_values_as_a_list_or_a_tensor():
     for values in ([0.01, 0.5, 0.02], torch.tensor([0.01, 0.5, 0.02], dtype=torch.float64)):
         np.testing.assert_allclose(benjamini_hochberg(values), [0.03, 0.5, 0.03])
+
+
+def test_subspaces_of_other_ranks_are_no_null():
+    model = toy_models.gpt2()[0]
+    result = attention_head_subspace_affinity(model, target_role="K")
+    with pytest.raises(ValueError, match="extracted with rank=3 .* the result with rank=None"):
+        significance(result, attention_head_subspaces(model, ("O", "K"), rank=3))
+
+
+def test_a_model_is_no_result():
+    model = toy_models.gpt2()[0]
+    with pytest.raises(TypeError, match="result must be a HeadAffinityResult, got Tran"):
+        informativeness(model)
+    with pytest.raises(TypeError, match="subspaces must be a HeadSubspaces, got Tran"):
+        informativeness_table(model)

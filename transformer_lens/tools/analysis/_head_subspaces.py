@@ -244,9 +244,11 @@ def attention_head_subspaces(
         >>> subspaces["K"].bases.shape, subspaces["K"].kind
         (torch.Size([3, 2, 8, 4]), 'kv')
     """
+    if isinstance(roles, str) or not roles:
+        raise ArgumentTypeError(
+            f"roles must be a sequence of roles such as ('O', 'K'), got {roles!r}"
+        )
     roles = tuple(dict.fromkeys(roles))
-    if not roles:
-        raise ValueError(f"roles must name at least one of {list(ROLES)}")
     weights = read_head_weights(model, roles, stream=stream)
 
     sizes = [

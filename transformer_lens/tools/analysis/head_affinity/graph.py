@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import networkx as nx
 
 from transformer_lens.tools.analysis._arguments import (
+    ArgumentTypeError,
     require_choice,
     require_instance,
     require_integer,
@@ -148,6 +149,7 @@ def hubs(graph: nx.MultiDiGraph) -> pd.DataFrame:
         through the head. An edge that is not directed leads both in and out of either head.
 
     Raises:
+        ArgumentTypeError: If ``graph`` is something else, or was read from DOT.
         ValueError: If a score is negative, as relative ones can be.
         ImportError: If SciPy, with which NetworkX computes PageRank, is not installed.
 
@@ -160,6 +162,11 @@ def hubs(graph: nx.MultiDiGraph) -> pd.DataFrame:
     """
     import pandas as pd
 
+    require_instance(graph, nx.MultiDiGraph, "graph")
+    if any(isinstance(score, str) for _, _, score in graph.edges(data="score")):
+        raise ArgumentTypeError(
+            "the graph's scores are text, as DOT keeps them; export to GraphML, which keeps types"
+        )
     if any(score < 0 for _, _, score in graph.edges(data="score")):
         raise ValueError("hubs sums up scores, and this graph has negative ones; use a smaller k")
     require_scipy("PageRank")
@@ -246,10 +253,10 @@ def _quoted(value: Any) -> str:
 
 
 def _as_list(results: Any) -> list[tuple[HeadAffinityResult, Significance | None]]:
-    if isinstance(results, (HeadAffinityResult, Significance)):
-        results = [results]
-    elif isinstance(results, Mapping):
+    if isinstance(results, Mapping):
         results = results.values()
+    elif not isinstance(results, Iterable):
+        results = [results]
     scored: list[tuple[HeadAffinityResult, Significance | None]] = []
     for entry in results:
         verdict = entry if isinstance(entry, Significance) else None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from transformer_lens.tools.analysis._arguments import require_instance
 from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis._head_subspaces import HeadSubspaces
 from transformer_lens.tools.analysis._head_weights import ALL_ROLES, AttentionRole
@@ -83,6 +84,7 @@ def informativeness(result: HeadAffinityResult) -> Informativeness:
         The divergence with both distributions and means.
 
     Raises:
+        ArgumentTypeError: If ``result`` is something else.
         ValueError: If the scores are no Projection Kernels, or none is valid, or if the result does
             not know ``d_model``.
 
@@ -91,6 +93,7 @@ def informativeness(result: HeadAffinityResult) -> Informativeness:
         >>> informativeness(result)
         Informativeness(OK: inf nats from chance, mean 2.000 where chance gives 2.000, 12 pairs)
     """
+    require_instance(result, HeadAffinityResult, "result")
     if result.metric != "projection_kernel":
         raise ValueError(f"informativeness is defined for projection_kernel, got {result.metric}")
     return _informativeness(
@@ -118,6 +121,7 @@ def informativeness_table(
         values="divergence")`` is the paper's heat map.
 
     Raises:
+        ArgumentTypeError: If ``subspaces`` is something else.
         ValueError: If there is no forward pair.
 
     Example:
@@ -131,6 +135,7 @@ def informativeness_table(
     """
     import pandas as pd
 
+    require_instance(subspaces, HeadSubspaces, "subspaces")
     roles = [role for role in ALL_ROLES if role in subspaces.by_role]
     rows = []
     for source_role in roles:

@@ -242,6 +242,12 @@ def _verdicts(
 
     if isinstance(model, HeadSubspaces):
         subspaces = model
+        if (subspaces.rank, subspaces.rtol) != (result.rank, result.rtol):
+            raise ValueError(
+                f"the subspaces were extracted with rank={subspaces.rank!r} and rtol="
+                f"{subspaces.rtol:.3g}, the result with rank={result.rank!r} and rtol="
+                f"{result.rtol:.3g}"
+            )
     else:
         subspaces = attention_head_subspaces(
             model,
