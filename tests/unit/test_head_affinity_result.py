@@ -153,6 +153,10 @@ def test_a_score_is_asked_for_by_layer_and_head():
         result.score((1, 2), (5, 0))
     with pytest.raises(ValueError, match="O of L5H0 and K of L1H0 are no valid pair"):
         result.score((5, 0), (1, 0))
+    pair = result.top_pairs(3)[2]
+    assert result.score(pair.source, pair.target) == pair.score
+    with pytest.raises(ValueError, match="target must be of role K, got L.H. .query head, O."):
+        result.score(pair.source, pair.source)
     for wrong in ("L0H1", (1,), (1, 0.5), (True, 0), 3):
         with pytest.raises(TypeError, match="source"):
             result.score(wrong, (5, 0))

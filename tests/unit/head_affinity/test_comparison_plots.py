@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import matplotlib
+import networkx
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from transformer_lens.tools.analysis.head_affinity.plots import (
     plot_informativeness,
     plot_scatter,
 )
+from transformer_lens.tools.analysis.head_affinity.plots.graph import _Curvature
 from transformer_lens.tools.analysis.projection_kernel import attention_head_affinities
 
 import toy_models
@@ -109,6 +111,20 @@ def test_informativeness_shows_the_roles_of_cross_attention_and_of_shared_rotary
     assert ax.images[0].get_array().tolist() == [[1.0, 2.0, 3.0]]
 
 
+@pytest.mark.parametrize("divergences", [[1.0, np.inf, 3.0], [np.inf] * 3])
+def test_infinite_divergences_are_told_from_a_scale(divergences):
+    table = pd.DataFrame(
+        {"source_role": ["O"] * 3, "target_role": list("QKV"), "divergence": divergences}
+    )
+    ax = plot_informativeness(table)
+    shown = {text.get_text(): text.get_color() for text in ax.texts}
+    assert shown["∞"] == "black"
+    if len(shown) > 1:
+        assert shown == {"1.000": "white", "∞": "black", "3.000": "black"}
+        assert ax.images[0].get_clim() == (1, 3)
+    assert len(ax.figure.axes) == (2 if len(shown) > 1 else 1), "no scale without a number"
+
+
 @pytest.mark.parametrize("layout", ["layers", "circle"])
 def test_graph_shows_every_head_edge_pairing_and_class(results, layout):
     graph = head_graph(
@@ -124,6 +140,43 @@ def test_graph_shows_every_head_edge_pairing_and_class(results, layout):
     )
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend[:2] == ["O→Q", "O→K"] and legend[-1] == "no class"
+
+
+def nearest_foreign_head(ax, graph) -> float:
+    """The least distance, in pixels, of an edge from a head that it does not join."""
+    ax.figure.canvas.draw()
+    places = dict(zip(graph, ax.transData.transform(ax.collections[0].get_offsets()), strict=True))
+    distances = []
+    for patch, (source, target) in zip(ax.patches, graph.edges(), strict=True):
+        start, control, end = patch.get_path().vertices[:3]  # then comes the arrowhead
+        t = np.linspace(0, 1, 100)[:, None]
+        curve = (1 - t) ** 2 * start + 2 * t * (1 - t) * control + t**2 * end
+        others = np.stack([place for node, place in places.items() if node not in (source, target)])
+        pixels = ax.transData.transform(curve)
+        distances.append(np.linalg.norm(pixels[:, None] - others, axis=-1).min())
+    return min(distances)
+
+
+def test_edges_pass_between_the_heads_that_they_do_not_join(monkeypatch):
+    graph = networkx.MultiDiGraph(k=3)
+    for layer in range(3):
+        for head in range(6):
+            graph.add_node(f"L{layer}H{head}", layer=layer, head=head, head_class="")
+    for source, target in (("L0H0", "L2H4"), ("L0H5", "L2H1"), ("L0H2", "L2H2")):
+        graph.add_edge(source, target, key="OK", pairing="OK", score=1.0, directed=True)
+    ax = plot_graph(graph)
+    radius = np.sqrt(420 / np.pi) * ax.figure.dpi / 72
+    assert nearest_foreign_head(ax, graph) > radius
+    monkeypatch.setattr(_Curvature, "of", lambda self, source, target, usual: usual)
+    assert nearest_foreign_head(plot_graph(graph), graph) < radius
+
+
+def test_unordered_pairs_have_no_arrowheads(results):
+    ax = plot_graph(head_graph(results["QQ"], k=3))
+    assert {type(patch.get_arrowstyle()).__name__ for patch in ax.patches} == {"Curve"}
+    assert ax.get_legend().get_texts()[0].get_text() == "Q with Q"
+    ax = plot_graph(head_graph(results["OQ"], k=3))
+    assert {type(patch.get_arrowstyle()).__name__ for patch in ax.patches} == {"CurveFilledB"}
 
 
 def test_stronger_edges_are_less_transparent(results):

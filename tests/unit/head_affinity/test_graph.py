@@ -323,3 +323,11 @@ def test_hubs_of_other_graphs_are_refused(mha, tmp_path):
     write_graph(head_graph(mha), tmp_path / "heads.graphml")
     read = nx.read_graphml(tmp_path / "heads.graphml", force_multigraph=True)
     assert hubs(read).equals(hubs(head_graph(mha)))
+
+
+def test_classes_name_heads_that_there_are(mha, gqa):
+    for head in ("3.0", "0.4"):
+        with pytest.raises(ValueError, match=rf"classes names L{head[0]}H{head[2]}, but"):
+            head_graph(mha, classes={"A": [head]})
+    # Key-value heads by themselves do not tell how many query heads there are.
+    assert head_graph(gqa["KK"], classes={"A": ["0.9"]}).number_of_nodes()

@@ -10,7 +10,10 @@ import torch
 
 from transformer_lens.tools.analysis.head_affinity import readout
 from transformer_lens.tools.analysis.head_affinity.readout import subspace_tokens
-from transformer_lens.tools.analysis.projection_kernel import attention_head_subspaces
+from transformer_lens.tools.analysis.projection_kernel import (
+    attention_head_subspace_affinity,
+    attention_head_subspaces,
+)
 
 import toy_models
 
@@ -257,3 +260,16 @@ def test_all_heads_are_those_that_there_are():
         subspace_tokens(model, (1, True))
     with pytest.raises(TypeError, match="subspaces must be a HeadSubspaces, got int"):
         subspace_tokens(model, subspaces=5)
+
+
+def test_a_head_of_a_result_will_do():
+    model, _ = toy_models.llama()
+    pair = attention_head_subspace_affinity(model, target_role="K").top_pairs(1)[0]
+    place = pair.target.layer, pair.target.head
+    expected = subspace_tokens(model, place, "K", k=3)
+    for head in (pair.target, [pair.target]):
+        assert torch.equal(subspace_tokens(model, head, "K", k=3).token_ids, expected.token_ids)
+    with pytest.raises(ValueError, match="is not of role O, which was asked for: pass role='K'"):
+        subspace_tokens(model, pair.target)
+    with pytest.raises(TypeError, match=r"a head must be .layer, head., got 17"):
+        subspace_tokens(model, 17)

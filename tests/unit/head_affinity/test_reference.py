@@ -44,6 +44,7 @@ from transformer_lens.tools.analysis.projection_kernel import (
 
 import oracles
 import toy_models
+import toy_results
 
 LEVEL = 0.001
 
@@ -617,3 +618,23 @@ def test_a_model_is_no_result():
         informativeness(model)
     with pytest.raises(TypeError, match="subspaces must be a HeadSubspaces, got Tran"):
         informativeness_table(model)
+
+
+def test_subspaces_of_another_stream_are_no_null():
+    model = toy_models.bart()[0]
+    result = attention_head_subspace_affinity(model, target_role="Q", stream="decoder")
+    with pytest.raises(ValueError, match="of the stream 'decoder', the subspaces of 'encoder'"):
+        significance(result, attention_head_subspaces(model, ("O", "Q"), stream="encoder"))
+
+
+def test_far_tails_of_the_degree_null_keep_their_digits():
+    generator = np.random.default_rng(3)
+    scores = torch.as_tensor(generator.normal(size=(2, 40, 2, 40)))
+    scores[0, 0, 1, 0] += 12
+    scores[0, 1, 1, 1] += 30
+    result = toy_results.random_result(2, 40, scores=scores)
+    verdict = significance(result, null="degree")
+    found = verdict.p[result.valid_mask].numpy()
+    expected = scipy.stats.norm.sf(verdict.z[result.valid_mask].numpy())
+    assert 0 < found.min() < 1e-100
+    np.testing.assert_allclose(found, expected, rtol=1e-10)

@@ -43,7 +43,9 @@ def require_integer(value: Any, name: str, *, minimum: int = 1, maximum: int | N
 
 
 def require_head(value: Any, name: str) -> tuple[int, int]:
-    """Return ``value`` as ``(layer, head)``, both ``int`` and not negative."""
+    """Return ``value``, a pair or an ``AttentionHeadRef``, as ``(layer, head)``."""
+    if hasattr(value, "layer") and hasattr(value, "head"):
+        value = value.layer, value.head
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise ArgumentTypeError(f"{name} must be (layer, head), got {value!r}")
     layer, head = (

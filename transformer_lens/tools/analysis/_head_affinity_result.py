@@ -270,24 +270,32 @@ class HeadAffinityResult:
         columns["normalized"] = self.normalized[where].cpu().double().numpy()
         return pd.DataFrame(columns)
 
-    def score(self, source: tuple[int, int], target: tuple[int, int]) -> float:
+    def score(
+        self, source: tuple[int, int] | AttentionHeadRef, target: tuple[int, int] | AttentionHeadRef
+    ) -> float:
         """The affinity of one pair of heads.
 
         Args:
-            source: ``(layer, head)`` of the source, layers in the model's own numbering.
-            target: ``(layer, head)`` of the target. Where pairs are unordered
-                (``layer_order="distinct"``) the two may be exchanged.
+            source: ``(layer, head)`` of the source, layers in the model's own numbering, or an
+                ``AttentionHeadRef``.
+            target: The same of the target. Where pairs are unordered (``layer_order="distinct"``)
+                the two may be exchanged.
 
         Raises:
             ArgumentTypeError: If a head is no ``(layer, head)``.
             KeyError: If there is no such head.
-            ValueError: If the pair does not belong to ``layer_order``.
+            ValueError: If the pair does not belong to ``layer_order``, or a head is of another
+                role.
 
         Example:
             >>> result = attention_head_subspace_affinity(model, target_role="K")
             >>> round(result.score((0, 1), (2, 0)), 3)
             3.0
         """
+        for head, side in ((source, "source"), (target, "target")):
+            role = getattr(self, f"{side}_role")
+            if isinstance(head, AttentionHeadRef) and head.role != role:
+                raise ValueError(f"{side} must be of role {role}, got {head}")
         source = require_head(source, "source")
         target = require_head(target, "target")
         where = self._position("source", source) + self._position("target", target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -244,7 +245,8 @@ def by_degree(result: HeadAffinityResult) -> Verdicts:
         deviation = _NORMAL_MAD * np.median(np.abs(residuals))
         if deviation > np.finfo(np.float32).eps * np.abs(scores).max():
             z[free] = residuals / deviation
-    p = torch.special.ndtr(torch.from_numpy(-z)).numpy()
+    # Not ndtr, which torch computes as 1 + erf and so loses the far tail.
+    p = torch.special.erfc(torch.from_numpy(z / math.sqrt(2))).numpy() / 2
     return z, np.where(free, p, 1.0)
 
 

@@ -11,6 +11,7 @@ graph of ``result.relative()``.
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
@@ -72,7 +73,8 @@ def head_graph(
         k: Edges per pairing; fewer where there are fewer valid pairs.
         classes: ``HeadLabels``, or heads by class as ``HeadLabels.from_dict`` takes them,
             ``{"Induction": [(5, 1), ...]}``. Layers and query heads. A head in several is given
-            them all, joined by commas; one in none, or a key-value head, an empty string.
+            them all, joined by commas; one in none, or a key-value head that is kept, an empty
+            string.
         kv_heads: What to do with key-value heads that several query heads share: ``"keep"``, or
             ``"expand"`` to the query heads that read them, each with an edge of the same rank and
             score. ``k`` counts pairs before this. Expanded edges carry ``source_kv_head`` or
@@ -86,8 +88,8 @@ def head_graph(
 
     Raises:
         ArgumentTypeError, ValueError: If an argument is out of range, if results repeat a pairing
-            or mix models, metrics or the streams of an encoder-decoder model, or if key-value heads
-            cannot be expanded.
+            or mix models, metrics or the streams of an encoder-decoder model, if ``classes`` names
+            heads that there are not, or if key-value heads cannot be expanded.
 
     Warns:
         UserWarning: If some were computed from raw and some from folded weights.
@@ -146,7 +148,9 @@ def hubs(graph: nx.MultiDiGraph) -> pd.DataFrame:
         ``weighted_degree``, ``weighted_in`` and ``weighted_out``, which sum their scores;
         ``pagerank`` by score, high for heads that hear from heads that hear much; and
         ``betweenness``, the share of shortest paths between other heads, counted in hops, that lead
-        through the head. An edge that is not directed leads both in and out of either head.
+        through the head. An edge that is not directed leads both in and out of either head. Where
+        key-value heads were expanded, a pair counts once for every head that reads one: compare
+        heads within such a graph by O→Q edges alone, or keep key-value heads.
 
     Raises:
         ArgumentTypeError: If ``graph`` is something else, or was read from DOT.
@@ -351,6 +355,18 @@ class _Naming:
                 raise ValueError(
                     f"results (and query_heads) disagree on the number of {kind} heads: "
                     f"{sorted(found)}"
+                )
+        layers = {
+            layer
+            for result, _ in scored
+            for layer in (*result.source_layer_indices, *result.target_layer_indices)
+        }
+        most = max(by_kind["query"], default=math.inf)
+        for layer, head in classes:
+            if layer not in layers or head >= most:
+                raise ValueError(
+                    f"classes names L{layer}H{head}, but the attention layers are "
+                    f"{sorted(layers)} with {most} query heads each"
                 )
         self._classes = classes
         self._expand = expand

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,8 +117,9 @@ def subspace_tokens(
     Args:
         model: A ``TransformerBridge``; of an encoder-decoder model the decoder's heads are read. If
             it has a tokenizer, tokens are given as text too.
-        head: ``(layer, head)``, layers in the model's own numbering, or several; ``None`` for all
-            heads that have any direction. ``head`` counts key-value heads for the roles K and V.
+        head: ``(layer, head)``, layers in the model's own numbering, or an ``AttentionHeadRef`` of
+            this role, or several; ``None`` for all heads that have any direction. ``head`` counts
+            key-value heads for the roles K and V.
         role: Which of a head's subspaces.
         k: How many tokens. Ties go to the smaller token id.
         fold_final_norm: Multiply unembedding vectors by the final norm's weight first. ``None``
@@ -207,11 +209,19 @@ def _positions(bases: RoleSubspaces, head: Any) -> list[tuple[int, int]]:
     layers = bases.layer_indices
     if head is None:
         return [(layer, number) for layer, number in bases.ranks.nonzero().tolist()]
-    if isinstance(head, tuple) and len(head) == 2 and not isinstance(head[0], Sequence):
+    pair = isinstance(head, tuple) and len(head) == 2 and isinstance(head[0], Integral)
+    if pair or not isinstance(head, Iterable):
         head = [head]
-    wanted = [require_head(entry, "a head") for entry in head]
-    if not wanted:
+    entries = list(head)
+    if not entries:
         raise ValueError("head must name at least one head, or be None for all")
+    for entry in entries:
+        if isinstance(entry, AttentionHeadRef) and entry.role != bases.role:
+            raise ValueError(
+                f"{entry} is not of role {bases.role}, which was asked for: pass "
+                f"role={entry.role!r}"
+            )
+    wanted = [require_head(entry, "a head") for entry in entries]
     positions = []
     for layer, number in wanted:
         if layer not in layers:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, told apart with colour vision deficiencies too.
 BLUE, SKY_BLUE, VERMILION = "#0072B2", "#56B4E9", "#D55E00"
-COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", SKY_BLUE)
+COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", SKY_BLUE, "#404040")
 GREY = "#C8C8C8"
 
 
@@ -34,3 +34,8 @@ def metric_name(metric: str) -> str:
     for proper in ("Projection Kernel", "Composition Score", "CKA", "Procrustes"):
         name = name.replace(proper.lower(), proper)
     return f"{name} (paper's form)" if metric.endswith("_paper") else name
+
+
+def pairing_name(source_role: str, target_role: str, *, directed: bool) -> str:
+    """Both roles as a legend or a title calls them."""
+    return f"{source_role}→{target_role}" if directed else f"{source_role} with {target_role}"

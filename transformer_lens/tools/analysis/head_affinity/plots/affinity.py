@@ -22,6 +22,7 @@ from transformer_lens.tools.analysis.head_affinity.plots._figures import (
     VERMILION,
     metric_name,
     new_axes,
+    pairing_name,
 )
 
 if TYPE_CHECKING:
@@ -36,15 +37,17 @@ _NUMBERED_LAYERS = 16
 #: Most cells along an axis. With less than a pixel each, strong pairs would fall between pixels.
 _CELLS = 400
 _MOST_BINS = 120
+#: Share of the relative scores that the scale has room for.
+_WITHIN_SCALE = 0.995
 
 
 def plot_affinity(result: HeadAffinityResult, ax: Axes | None = None) -> Axes:
     """The affinities of all pairs as a matrix, source heads down and target heads across.
 
     Heads are sorted by layer, and lines part the layers. Pairs outside ``valid_mask`` are grey.
-    Scores of either sign, as ``relative()`` gives, have a scale with white at zero. Where there are
-    more heads than can be told apart, neighbours within a layer share a cell, which has the highest
-    score among them; the axis says so.
+    Scores of either sign, as ``relative()`` gives, have a scale with white at zero, and one in two
+    hundred may lie beyond its ends. Where there are more heads than can be told apart, neighbours
+    within a layer share a cell, which has the highest score among them; the axis says so.
 
     Args:
         result: Affinities of any metric.
@@ -74,21 +77,25 @@ def plot_affinity(result: HeadAffinityResult, ax: Axes | None = None) -> Axes:
     cells = _highest_of_groups(_highest_of_groups(cells, 1, source_group), 3, target_group)
     matrix = np.ma.masked_invalid(cells.flatten(0, 1).flatten(1).numpy())
     low, high = float(values.min()), float(values.max())
-    colours = "viridis"
+    colours, beyond = "viridis", "neither"
     if low < 0:
-        colours, high = "PuOr", max(-low, high)
-        low = -high
+        # Relative scores have long tails on both sides; their ends would leave the rest white.
+        furthest = max(-low, high)
+        high = float(np.quantile(np.abs(values), _WITHIN_SCALE, method="higher"))
+        colours, low, beyond = "PuOr", -high, "both" if high < furthest else "neither"
     image = ax.imshow(
         matrix, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
     ax.set_facecolor(GREY)  # shines through where the image is masked
-    ax.figure.colorbar(image, ax=ax, label=metric_name(result.metric))
+    ax.figure.colorbar(image, ax=ax, label=metric_name(result.metric), extend=beyond)
     if bool(matrix.mask.any()):
         handle = Patch(facecolor=GREY, edgecolor="black", linewidth=0.5)
         ax.legend([handle], ["no pair"], loc="lower left", framealpha=1.0)
     _label_axis(ax, "y", result, source_group)
     _label_axis(ax, "x", result, target_group)
-    ax.set_title(f"{result.source_role}→{result.target_role}, {result.layer_order} pairs")
+    directed = result.layer_order != "distinct"
+    name = pairing_name(result.source_role, result.target_role, directed=directed)
+    ax.set_title(f"{name}, {result.layer_order} pairs")
     return ax
 
 

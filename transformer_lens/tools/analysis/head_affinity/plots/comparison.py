@@ -171,7 +171,8 @@ def plot_informativeness(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
         ax: Where to draw. Default: a new figure.
 
     Returns:
-        The axes; source roles down, target roles across, divergences in nats in the cells.
+        The axes; source roles down, target roles across, divergences in nats in the cells. Infinite
+        ones, of pairings with too few pairs for their bins, are grey.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -189,12 +190,18 @@ def plot_informativeness(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     matrix = table.pivot(index="source_role", columns="target_role", values="divergence")
     values = matrix.loc[rows, columns].to_numpy()
     ax = new_axes(ax, (5.0, 4.2))
-    image = ax.imshow(values, cmap="cividis")
-    ax.figure.colorbar(image, ax=ax, label="KL(reference ‖ observed), nats")
-    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    finite = np.ma.masked_invalid(values)
+    image = ax.imshow(finite, cmap="cividis")
+    ax.set_facecolor(GREY)  # shines through where the image is masked
+    middle = np.inf
+    if finite.count():
+        ax.figure.colorbar(image, ax=ax, label="KL(reference ‖ observed), nats")
+        middle = (finite.min() + finite.max()) / 2
     for (row, column), value in np.ndenumerate(values):
-        colour = "black" if value > middle else "white"
-        ax.text(column, row, f"{value:.3f}", ha="center", va="center", color=colour)
+        known = np.isfinite(value)
+        colour = "white" if known and value <= middle else "black"
+        text = f"{value:.3f}" if known else "∞"
+        ax.text(column, row, text, ha="center", va="center", color=colour)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
     ax.set_xlabel("target role")

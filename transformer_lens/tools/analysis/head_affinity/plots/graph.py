@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
 import numpy as np
@@ -12,7 +12,12 @@ import numpy as np
 from transformer_lens.tools.analysis._arguments import require_choice, require_instance
 from transformer_lens.tools.analysis._head_weights import ALL_ROLES
 from transformer_lens.tools.analysis._pairings import roles_of
-from transformer_lens.tools.analysis.head_affinity.plots._figures import COLOURS, GREY, new_axes
+from transformer_lens.tools.analysis.head_affinity.plots._figures import (
+    COLOURS,
+    GREY,
+    new_axes,
+    pairing_name,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +32,9 @@ _LINE_STYLES: tuple[Literal["solid", "dashed", "dotted", "dashdot"], ...] = (
     "dashdot",
 )
 _FAINTEST = 0.25
+
+#: In square points.
+_NODE_AREA = 420
 
 #: Fills of the classes, light enough for a head's name on them; grey is for heads without a class.
 _CLASS_COLOURS = (
@@ -78,56 +86,39 @@ def plot_graph(
     from matplotlib.lines import Line2D
 
     positions = _by_layer(graph) if layout == "layers" else _on_circles(graph)
-    # In one order for all graphs, so that a pairing has its colour whatever its edges.
-    pairings = sorted(
-        {data["pairing"] for *_, data in graph.edges(data=True)},
-        key=lambda pairing: [ALL_ROLES.index(role) for role in roles_of(pairing)],
-    )
-    directed = {}
-    for index, pairing in enumerate(pairings):
-        edges = [edge for edge in graph.edges(data=True) if edge[2]["pairing"] == pairing]
-        directed[pairing] = all(data["directed"] for *_, data in edges)
-        highest = max(data["score"] for *_, data in edges)
-        lowest = min(data["score"] for *_, data in edges)
-        for source, target, data in edges:
-            strength = (data["score"] - lowest) / (highest - lowest) if highest > lowest else 1.0
-            nx.draw_networkx_edges(
-                graph,
-                positions,
-                ax=ax,
-                edgelist=[(source, target)],
-                edge_color=COLOURS[index % len(COLOURS)],
-                style=_LINE_STYLES[index % len(_LINE_STYLES)],
-                alpha=_FAINTEST + (1 - _FAINTEST) * strength,
-                width=1.0 + strength,
-                arrowstyle="-|>" if directed[pairing] else "-",
-                arrowsize=9,
-                node_size=420,
-                connectionstyle=f"arc3,rad={0.12 + 0.05 * index}",
-            )
     classes = sorted({data["head_class"] for _, data in graph.nodes(data=True)} - {""})
     colours = dict(zip(classes, cycle(_CLASS_COLOURS), strict=False)) | {"": GREY}
+    # In one order for all graphs, so that a pairing has its colour whatever its edges.
+    edges: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    for edge in graph.edges(data=True):
+        edges.setdefault(edge[2]["pairing"], []).append(edge)
+    pairings = sorted(edges, key=lambda name: [ALL_ROLES.index(role) for role in roles_of(name)])
+    styles = [
+        (COLOURS[index % len(COLOURS)], _LINE_STYLES[index % len(_LINE_STYLES)])
+        for index in range(len(pairings))
+    ]
+    directed = [all(edge["directed"] for *_, edge in edges[pairing]) for pairing in pairings]
+
     nx.draw_networkx_nodes(
         graph,
         positions,
         ax=ax,
-        node_size=420,
+        node_size=_NODE_AREA,
         node_color=[colours[data["head_class"]] for _, data in graph.nodes(data=True)],
         edgecolors="black",
         linewidths=0.6,
     )
     names = {node: _short_name(node) for node in graph}
     nx.draw_networkx_labels(graph, positions, ax=ax, labels=names, font_size=6.5)
-
     handles = [
         Line2D(
             [],
             [],
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=_LINE_STYLES[index % len(_LINE_STYLES)],
-            label=("→" if directed[pairing] else " with ").join(roles_of(pairing)),
+            color=colour,
+            linestyle=line,
+            label=pairing_name(*roles_of(pairing), directed=arrows),
         )
-        for index, pairing in enumerate(pairings)
+        for pairing, (colour, line), arrows in zip(pairings, styles, directed, strict=True)
     ]
     handles += [
         Line2D(
@@ -144,13 +135,71 @@ def plot_graph(
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     ax.set_title(f"The {graph.graph['k']} strongest pairs of each pairing")
     ax.set_axis_off()
+
+    # Edges are bent to pass between heads, so the heads' places must not change any more.
+    ax.margins(0.1)
+    ax.autoscale_view()
+    ax.set_autoscale_on(False)
+    curvature = _Curvature(ax, positions)
+    for index, (pairing, (colour, line)) in enumerate(zip(pairings, styles, strict=True)):
+        scores = [data["score"] for *_, data in edges[pairing]]
+        lowest, highest = min(scores), max(scores)
+        for source, target, data in edges[pairing]:
+            strength = (data["score"] - lowest) / (highest - lowest) if highest > lowest else 1.0
+            nx.draw_networkx_edges(
+                graph,
+                positions,
+                ax=ax,
+                edgelist=[(source, target)],
+                edge_color=colour,
+                style=line,
+                alpha=_FAINTEST + (1 - _FAINTEST) * strength,
+                width=1.0 + strength,
+                arrowstyle="-|>" if directed[index] else "-",
+                arrowsize=9,
+                node_size=_NODE_AREA,
+                connectionstyle=f"arc3,rad={curvature.of(source, target, 0.12 + 0.05 * index)}",
+            )
     return ax
 
 
+class _Curvature:
+    """How far edges must bend to miss the heads that they do not join."""
+
+    def __init__(self, ax: Axes, positions: dict[str, np.ndarray]) -> None:
+        # Where everything is to be seen, once legend and title have taken their room.
+        ax.figure.canvas.figure.draw_without_rendering()
+        nodes = ax.transData.transform(np.stack(list(positions.values())))
+        self._places = dict(zip(positions, nodes, strict=True))
+        self._enough = 1.2 * math.sqrt(_NODE_AREA / math.pi) * ax.figure.dpi / 72
+
+    def of(self, source: str, target: str, usual: float) -> float:
+        """The first that misses all others, from the usual one on, or the one that misses most."""
+        ends = self._places[source], self._places[target]
+        others = [place for node, place in self._places.items() if node not in (source, target)]
+        if not others:
+            return usual
+        missed = {
+            curvature: min(_distance(*ends, curvature, np.stack(others)), self._enough)
+            for scale in (1.0, 0.3, 1.8, 2.6, 3.4)
+            for curvature in (scale * usual, -scale * usual)
+        }
+        return max(missed, key=lambda curvature: missed[curvature])
+
+
+def _distance(start: np.ndarray, end: np.ndarray, curvature: float, others: np.ndarray) -> float:
+    """From the nearest of some points to the curve that matplotlib calls arc3."""
+    along = end - start
+    control = (start + end) / 2 + curvature * np.array([along[1], -along[0]])
+    t = np.linspace(0, 1, 50)[:, None]
+    curve = (1 - t) ** 2 * start + 2 * t * (1 - t) * control + t**2 * end
+    return float(np.linalg.norm(curve[:, None] - others, axis=-1).min())
+
+
 def _short_name(node: str) -> str:
-    """``4.7`` for ``L4H7``, ``4.kv1`` for ``L4KV1``, and so on."""
+    """``4.7`` for ``L4H7``, ``4`` over ``kv1`` for ``L4KV1``, and so on."""
     name = node.removeprefix("L")
-    for marker, short in (("H", "."), ("KV", ".kv"), ("X", ".x"), ("R", ".r")):
+    for marker, short in (("H", "."), ("KV", "\nkv"), ("X", ".x"), ("R", ".r")):
         name = name.replace(marker, short)
     return name
 
