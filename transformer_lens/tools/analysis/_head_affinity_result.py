@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,16 @@ class HeadAffinityPair:
     target: AttentionHeadRef
     score: float
     normalized: float
+
+
+class HeadAxis(NamedTuple):
+    """What stands on two of the four axes of a result, the layers and heads of one role."""
+
+    role: AttentionRole
+    kind: HeadKind
+    layer_indices: tuple[int, ...]
+    ranks: Int[torch.Tensor, "layer head"]
+    head_counts: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -147,6 +157,32 @@ class HeadAffinityResult:
     def pairing(self) -> str:
         """Both roles in short, such as ``OQ``."""
         return self.source_role + self.target_role
+
+    @property
+    def axes(self) -> tuple[HeadAxis, HeadAxis]:
+        """What stands on the source's axes and on the target's.
+
+        Example:
+            >>> result = attention_head_subspace_affinity(model, target_role="K")
+            >>> [(axis.role, axis.kind, axis.layer_indices) for axis in result.axes]
+            [('O', 'query', (0, 1, 2)), ('K', 'kv', (0, 1, 2))]
+        """
+        return (
+            HeadAxis(
+                self.source_role,
+                self.source_head_kind,
+                self.source_layer_indices,
+                self.source_ranks,
+                self.source_head_counts,
+            ),
+            HeadAxis(
+                self.target_role,
+                self.target_head_kind,
+                self.target_layer_indices,
+                self.target_ranks,
+                self.target_head_counts,
+            ),
+        )
 
     def topk(
         self, k: int = 20, *, normalized: bool = False

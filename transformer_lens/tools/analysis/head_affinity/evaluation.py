@@ -288,60 +288,52 @@ def _query_head_pairs(
     """All query heads, the valid pairs as positions among them ``[pair, 2]``, and their scores."""
     require_instance(result, HeadAffinityResult, "result")
     require_instance(labels, HeadLabels, "labels")
-    axes = (
-        (result.source_role, result.source_head_kind, result.source_layer_indices),
-        (result.target_role, result.target_head_kind, result.target_layer_indices),
-    )
-    if any(role == "crossQ" for role, *_ in axes):
+    if any(axis.role == "crossQ" for axis in result.axes):
         raise ValueError(
             f"{result.pairing} scores heads of cross-attention, and labels name heads of "
             "self-attention"
         )
-    ranks = [result.source_ranks, result.target_ranks]
-    head_counts = (result.source_head_counts, result.target_head_counts)
     query_heads = _query_heads(result, labels)
     scores, valid = result.scores, result.valid_mask
-    for side, (role, kind, _) in enumerate(axes):
-        group, left_over = divmod(query_heads, ranks[side].shape[1])
+    ranks = []
+    for side, axis in enumerate(result.axes):
+        heads = axis.ranks.shape[1]
+        group, left_over = divmod(query_heads, heads)
         if left_over:
+            raise ValueError(f"{query_heads} query heads cannot share {heads} heads evenly")
+        shared = axis.kind == "kv" and group > 1 and axis.role != "rotaryK"
+        if shared and axis.head_counts is not None:
             raise ValueError(
-                f"{query_heads} query heads cannot share {ranks[side].shape[1]} heads evenly"
-            )
-        if kind == "kv" and group > 1 and role != "rotaryK" and head_counts[side] is not None:
-            raise ValueError(
-                f"a layer has fewer key-value heads (role {role}) than others, so that the query "
-                "heads that read one are not known, and labels name query heads"
+                f"a layer has fewer key-value heads (role {axis.role}) than others, so that the "
+                "query heads that read one are not known, and labels name query heads"
             )
         scores = scores.repeat_interleave(group, dim=1 + 2 * side)
         valid = valid.repeat_interleave(group, dim=1 + 2 * side)
-        ranks[side] = ranks[side].repeat_interleave(group, dim=1)
+        ranks.append(axis.ranks.repeat_interleave(group, dim=1))
     if not bool(valid.any()):
         raise ValueError("the result has no valid pairs")
 
     layers = sorted({*result.source_layer_indices, *result.target_layer_indices})
-    rows = [np.searchsorted(layers, indices) for *_, indices in axes]
+    rows = [np.searchsorted(layers, axis.layer_indices) for axis in result.axes]
     # Heads that a layer does not have, or that were pruned to nothing, are left out.
     present = np.zeros((len(layers), query_heads), dtype=bool)
     for row, of_axis in zip(rows, ranks, strict=True):
         present[row] |= (of_axis > 0).cpu().numpy()
-    heads = tuple((layers[row], head) for row, head in np.argwhere(present).tolist())
+    named = tuple((layers[row], head) for row, head in np.argwhere(present).tolist())
     position = present.cumsum().reshape(present.shape) - 1
     source_layer, source_head, target_layer, target_head = valid.nonzero().cpu().numpy().T
     pairs = (
         position[rows[0][source_layer], source_head],
         position[rows[1][target_layer], target_head],
     )
-    return heads, np.stack(pairs, 1), scores[valid].to("cpu", torch.float64).numpy()
+    return named, np.stack(pairs, 1), scores[valid].to("cpu", torch.float64).numpy()
 
 
 def _query_heads(result: HeadAffinityResult, labels: HeadLabels) -> int:
     """Query heads per layer."""
-    for kind, ranks in (
-        (result.source_head_kind, result.source_ranks),
-        (result.target_head_kind, result.target_ranks),
-    ):
-        if kind == "query":
-            return ranks.shape[1]
+    for axis in result.axes:
+        if axis.kind == "query":
+            return axis.ranks.shape[1]
     if labels.heads_per_layer is None:
         raise ValueError(
             f"{result.pairing} scores pairs of key-value heads, and labels name query heads: set "

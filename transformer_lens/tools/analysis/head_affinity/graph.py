@@ -287,25 +287,13 @@ def _require_one_model(results: list[HeadAffinityResult]) -> None:
     for result in results:
         if result.d_model is not None:
             facts.setdefault("d_model", {})[result.d_model] = result.pairing
-        for role, layers, ranks, counts in (
-            (
-                result.source_role,
-                result.source_layer_indices,
-                result.source_ranks,
-                result.source_head_counts,
-            ),
-            (
-                result.target_role,
-                result.target_layer_indices,
-                result.target_ranks,
-                result.target_head_counts,
-            ),
-        ):
+        for axis in result.axes:
             # Blocks with self-attention are the same for all of its roles.
-            attention = "layers with cross-attention" if role == "crossQ" else "attention layers"
-            facts.setdefault(attention, {})[layers] = result.pairing
-            heads = counts or ranks.shape[1]
-            facts.setdefault(f"heads of role {role}", {})[heads] = result.pairing
+            crossing = axis.role == "crossQ"
+            attention = "layers with cross-attention" if crossing else "attention layers"
+            facts.setdefault(attention, {})[axis.layer_indices] = result.pairing
+            heads = axis.head_counts or axis.ranks.shape[1]
+            facts.setdefault(f"heads of role {axis.role}", {})[heads] = result.pairing
     for name, found in facts.items():
         if len(found) > 1:
             claims = ", ".join(f"{value} ({pairing})" for value, pairing in found.items())
@@ -336,14 +324,12 @@ class _Naming:
     ) -> None:
         counts: dict[AttentionRole, int] = {}
         varying = set()
-        for result, _ in scored:
-            for role, ranks, per_layer in (
-                (result.source_role, result.source_ranks, result.source_head_counts),
-                (result.target_role, result.target_ranks, result.target_head_counts),
-            ):
-                counts[role] = ranks.shape[1]
-                if per_layer is not None:
-                    varying.add(role)
+        layers: set[int] = set()
+        for axis in (axis for result, _ in scored for axis in result.axes):
+            layers.update(axis.layer_indices)
+            counts[axis.role] = axis.ranks.shape[1]
+            if axis.head_counts is not None:
+                varying.add(axis.role)
         by_kind: dict[HeadKind, set[int]] = {"query": set(), "kv": set()}
         for role, count in counts.items():
             if role != "rotaryK":  # all heads share one
@@ -356,11 +342,6 @@ class _Naming:
                     f"results (and query_heads) disagree on the number of {kind} heads: "
                     f"{sorted(found)}"
                 )
-        layers = {
-            layer
-            for result, _ in scored
-            for layer in (*result.source_layer_indices, *result.target_layer_indices)
-        }
         most = max(by_kind["query"], default=math.inf)
         for layer, head in classes:
             if layer not in layers or head >= most:

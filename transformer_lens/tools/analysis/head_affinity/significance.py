@@ -276,28 +276,15 @@ def _require_same_model(
         raise ValueError(
             f"the result is of the stream {result.stream!r}, the subspaces of {model.stream!r}"
         )
-    for role, kind, layers, ranks in (
-        (
-            result.source_role,
-            result.source_head_kind,
-            result.source_layer_indices,
-            result.source_ranks,
-        ),
-        (
-            result.target_role,
-            result.target_head_kind,
-            result.target_layer_indices,
-            result.target_ranks,
-        ),
-    ):
-        found = model[role]
+    for axis in result.axes:
+        found, expected = model[axis.role], axis.ranks.shape[1]
         # Composition Scores count query heads where the model has key-value heads.
-        heads = found.heads if HEAD_KINDS[role] == kind else ranks.shape[1]
-        if found.layer_indices != layers or heads != ranks.shape[1]:
+        heads = found.heads if HEAD_KINDS[axis.role] == axis.kind else expected
+        if found.layer_indices != axis.layer_indices or heads != expected:
             raise ValueError(
-                f"the result has {ranks.shape[1]} heads of role {role} in each of the layers "
-                f"{list(layers)}, the model {heads} in {list(found.layer_indices)}: it came from "
-                "another model"
+                f"the result has {expected} heads of role {axis.role} in each of the layers "
+                f"{list(axis.layer_indices)}, the model {heads} in {list(found.layer_indices)}: "
+                "it came from another model"
             )
 
 
