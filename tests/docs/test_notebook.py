@@ -30,7 +30,10 @@ def test_the_notebook_runs(gpt2_small, smollm2, stored):
     )
     notebook.cells.insert(0, nbformat.v4.new_code_cell(use_working_copy))
     resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources).execute()
+    client = NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources)
+    executed = client.execute()
+    code = [cell for cell in executed.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
 
 def test_stored_outputs_are_of_one_run_from_top_to_bottom(stored):

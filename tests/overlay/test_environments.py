@@ -184,5 +184,8 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import conftest
 conftest.pytest_sessionstart()
+import importlib
+print(importlib.import_module("{ANALYSIS}.projection_kernel").__file__)
 """
-    environment.run("-c", code)
+    found = environment.run("-c", code).strip()
+    assert found == str(ROOT / f"{ANALYSIS.replace('.', '/')}/projection_kernel.py")

@@ -133,7 +133,9 @@ class TestAffinity:
 
     def test_half_precision_scores(self, results):
         half = results["OK"].scores.to(torch.bfloat16)
-        plot_affinity(dataclasses.replace(results["OK"], scores=half))
+        ax = plot_affinity(dataclasses.replace(results["OK"], scores=half))
+        drawn = ax.images[0].get_array().compressed()
+        assert sorted(drawn) == sorted(half[results["OK"].valid_mask].double().tolist())
 
 
 class TestDistribution:

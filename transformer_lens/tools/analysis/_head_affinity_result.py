@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformer_lens.tools.analysis._arguments import (
     require_head,
     require_integer,
 )
+from transformer_lens.tools.analysis._head_axis import HeadAxis
 from transformer_lens.tools.analysis._head_weights import (
     AttentionRole,
     HeadKind,
@@ -62,16 +63,6 @@ class HeadAffinityPair:
     target: AttentionHeadRef
     score: float
     normalized: float
-
-
-class HeadAxis(NamedTuple):
-    """What stands on two of the four axes of a result, the layers and heads of one role."""
-
-    role: AttentionRole
-    kind: HeadKind
-    layer_indices: tuple[int, ...]
-    ranks: Int[torch.Tensor, "layer head"]
-    head_counts: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -328,13 +319,12 @@ class HeadAffinityResult:
             >>> round(result.score((0, 1), (2, 0)), 3)
             3.0
         """
-        for head, side in ((source, "source"), (target, "target")):
-            role = getattr(self, f"{side}_role")
-            if isinstance(head, AttentionHeadRef) and head.role != role:
-                raise ValueError(f"{side} must be of role {role}, got {head}")
-        source = require_head(source, "source")
-        target = require_head(target, "target")
-        where = self._position("source", source) + self._position("target", target)
+        source_axis, target_axis = self.axes
+        for head, side, axis in ((source, "source", source_axis), (target, "target", target_axis)):
+            if isinstance(head, AttentionHeadRef) and head.role != axis.role:
+                raise ValueError(f"{side} must be of role {axis.role}, got {head}")
+        source, target = require_head(source, "source"), require_head(target, "target")
+        where = source_axis.position(source, "source ") + target_axis.position(target, "target ")
         if self.layer_order == "distinct" and not self.valid_mask[where]:
             where = where[2:] + where[:2]
         if not self.valid_mask[where]:
@@ -466,18 +456,3 @@ class HeadAffinityResult:
             role=getattr(self, f"{side}_role"),
             kind=getattr(self, f"{side}_head_kind"),
         )
-
-    def _position(self, side: str, head: tuple[int, int]) -> tuple[int, int]:
-        layers = getattr(self, f"{side}_layer_indices")
-        counts = getattr(self, f"{side}_head_counts")
-        kind = getattr(self, f"{side}_head_kind")
-        layer, number = head
-        if layer not in layers:
-            raise KeyError(f"{side} layer {layer} has no attention; attention layers: {layers}")
-        position = layers.index(layer)
-        heads = counts[position] if counts else getattr(self, f"{side}_ranks").shape[1]
-        if not 0 <= number < heads:
-            raise KeyError(
-                f"{side} head {number} does not exist: layer {layer} has {heads} {kind} heads"
-            )
-        return position, number

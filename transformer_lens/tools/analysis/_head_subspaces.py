@@ -15,6 +15,7 @@ from transformer_lens.tools.analysis._arguments import (
     require_integer,
     require_tolerance,
 )
+from transformer_lens.tools.analysis._head_axis import HeadAxis
 from transformer_lens.tools.analysis._head_weights import (
     HEAD_KINDS,
     ROLES,
@@ -70,6 +71,11 @@ class RoleSubspaces:
     def kind(self) -> HeadKind:
         """Whether the head axis counts query heads or key-value heads."""
         return HEAD_KINDS[self.role]
+
+    @property
+    def axis(self) -> HeadAxis:
+        """What stands on the axes of ``ranks`` and on the first two of ``bases``."""
+        return HeadAxis(self.role, self.kind, self.layer_indices, self.ranks, self.head_counts)
 
     @property
     def heads(self) -> int:

@@ -41,9 +41,9 @@ class AttentionBehavior:
     """How every head attends on repeated random tokens.
 
     Scores are shares of attention, from 0 to 1, in float32; NaN for heads that a layer lacks, where
-    layers differ in their number. Positions on the layer axis are
-    attention layers, ``layer_indices`` gives their block numbers. The head axis counts query heads,
-    in grouped-query models too: keys are shared there, attention is not.
+    layers differ in their number. Positions on the layer axis are attention layers,
+    ``layer_indices`` gives their block numbers. The head axis counts query heads, in grouped-query
+    models too: keys are shared there, attention is not.
 
     Attributes:
         previous_token: Mean attention to the token before.

@@ -29,9 +29,7 @@ from transformer_lens.tools.analysis._arguments import (
     require_choice,
     require_instance,
 )
-from transformer_lens.tools.analysis._head_affinity_result import (
-    HeadAffinityResult,
-)
+from transformer_lens.tools.analysis._head_affinity_result import HeadAffinityResult
 from transformer_lens.tools.analysis.head_affinity._areas import (
     STATISTICS,
     Evaluation,
@@ -255,12 +253,14 @@ def pair_retrieval(
         require_choice(positives, ("same-class",), "positives")
         edges = {name: (name, name) for name in members}
     else:
+        edges = {}
         for edge in positives:
             if isinstance(edge, str) or len(edge) != 2:
                 raise ArgumentTypeError(
                     f"positives must be pairs of classes, (source, target), got {edge!r}"
                 )
-        edges = {f"{source} -> {target}": (source, target) for source, target in positives}
+            source, target = edge
+            edges[f"{source} -> {target}"] = (source, target)
     masks = {}
     for kind, (source, target) in edges.items():
         for name in (source, target):

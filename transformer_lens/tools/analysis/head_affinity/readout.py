@@ -206,7 +206,6 @@ def subspace_tokens(
 
 def _positions(bases: RoleSubspaces, head: Any) -> list[tuple[int, int]]:
     """Positions of the wanted heads on the axes of ``bases``."""
-    layers = bases.layer_indices
     if head is None:
         return [(layer, number) for layer, number in bases.ranks.nonzero().tolist()]
     pair = isinstance(head, tuple) and len(head) == 2 and isinstance(head[0], Integral)
@@ -222,19 +221,10 @@ def _positions(bases: RoleSubspaces, head: Any) -> list[tuple[int, int]]:
                 f"role={entry.role!r}"
             )
     wanted = [require_head(entry, "a head") for entry in entries]
-    positions = []
-    for layer, number in wanted:
-        if layer not in layers:
-            raise KeyError(f"layer {layer} has no attention; attention layers: {layers}")
-        position = layers.index(layer)
-        heads = bases.head_counts[position] if bases.head_counts else bases.heads
-        if number >= heads:
-            raise KeyError(
-                f"head {number} does not exist: layer {layer} has {heads} {bases.kind} heads"
-            )
-        if not bases.ranks[position, number]:
+    positions = [bases.axis.position(place) for place in wanted]
+    for (layer, number), position in zip(wanted, positions, strict=True):
+        if not bases.ranks[position]:
             raise ValueError(f"role {bases.role} of L{layer}H{number} has no direction at all")
-        positions.append((position, number))
     return positions
 
 
